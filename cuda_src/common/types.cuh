@@ -1,0 +1,64 @@
+// Fixed-width types and the enumerations that cupy_moe/types.py mirrors by name.
+#pragma once
+
+namespace cupy_moe {
+
+using i8 = signed char;
+using u8 = unsigned char;
+using i16 = short;
+using u16 = unsigned short;
+using i32 = int;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+
+static_assert(sizeof(i64) == 8 && sizeof(u64) == 8 && sizeof(void*) == 8,
+              "LP64 device ABI expected");
+
+enum class RoutingMethodType {
+  Default,
+  Renormalize,
+  DeepSeekV3,
+  Llama4,
+  RenormalizeNaive,
+  TopK,
+  SigmoidRenorm,
+  MiniMax2,
+  Sigmoid,
+  TopKSigmoid,
+};
+
+enum class ActivationType {
+  Silu,
+  Swiglu,
+  Geglu,
+  Relu2,
+  SwigluStep,
+  Identity,
+  Situ,
+};
+
+// The two GEMMs of a layer.
+enum class GemmStage { Fc1, Fc2 };
+
+__host__ __device__ constexpr bool is_gated(ActivationType activation) {
+  return activation == ActivationType::Swiglu || activation == ActivationType::Geglu ||
+         activation == ActivationType::SwigluStep || activation == ActivationType::Situ;
+}
+
+template <typename T>
+__host__ __device__ constexpr T ceil_div(T a, T b) {
+  return (a + b - 1) / b;
+}
+
+template <typename T>
+__host__ __device__ constexpr T min(T a, T b) {
+  return a < b ? a : b;
+}
+
+template <typename T>
+__host__ __device__ constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
+
+}  // namespace cupy_moe

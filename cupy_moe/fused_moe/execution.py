@@ -1,0 +1,147 @@
+"""From checked arguments to results: the problem of a call, its backend, what is handed back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from cupy_moe.fused_moe.settings import MoeSettings
+from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult, RoutingSource
+from cupy_moe.runtime.arrays import HOST
+from cupy_moe.types import RoutingMethodType
+from cupy_moe.validate import ArrayLike, remember_accepted, require_supported_device
+
+__all__ = ["returned", "run"]
+
+_MAX_SLOTS = 2**30  # permuted rows, padding included, are counted in int32
+
+
+@remember_accepted
+def _problem(
+    operation: str,
+    settings: MoeSettings,
+    num_tokens: int,
+    hidden_size: int,
+    source: RoutingSource,
+    weights_dtype: str,
+    logits_dtype: str | None,
+    bias_dtype: str | None,
+) -> MoeProblem:
+    """Problem of a call; choices without effect on it take one value, so that plans are shared."""
+    s = settings
+    if num_tokens * s.top_k > _MAX_SLOTS:
+        raise NotImplementedError(
+            f"{operation}: num_tokens * top_k must be at most {_MAX_SLOTS}, got "
+            f"{num_tokens} * {s.top_k}. Split the tokens over several calls."
+        )
+    from_logits = source is RoutingSource.Logits
+    is_grouped = from_logits and s.is_grouped
+    return MoeProblem(
+        num_tokens=num_tokens,
+        hidden_size=hidden_size,
+        intermediate_size=s.intermediate_size,
+        num_experts=s.num_experts,
+        top_k=s.top_k,
+        local_num_experts=s.local_num_experts,
+        local_expert_offset=s.local_expert_offset,
+        activation=s.activation,
+        routing_source=source,
+        expert_weights_dtype=weights_dtype,
+        scale_input=s.scale_input,
+        do_finalize=s.do_finalize,
+        routing_method=s.routing_method if from_logits else RoutingMethodType.Unspecified,
+        num_groups=s.num_groups if is_grouped else 0,
+        topk_group=s.topk_group if is_grouped else 0,
+        norm_topk_prob=s.norm_topk_prob,
+        logits_dtype=logits_dtype,
+        bias_dtype=bias_dtype,
+    )
+
+
+def run(operation: str, settings: MoeSettings, operands: MoeOperands) -> MoeResult:
+    """Run a call: the kernels for CUDA arrays, the reference for arrays in host memory.
+
+    Parameters
+    ----------
+    operation : str
+        Public name, for messages.
+    settings : MoeSettings
+    operands : MoeOperands
+        Checked, routing included.
+
+    Returns
+    -------
+    MoeResult
+    """
+    hidden, logits, bias = operands.hidden_states, operands.routing_logits, operands.routing_bias
+    weights = operands.topk_weights
+    if logits is not None:
+        source = RoutingSource.Logits
+    else:
+        source = RoutingSource.Packed if weights is None else RoutingSource.Unpacked
+    num_tokens, hidden_size = hidden.shape
+    problem = _problem(
+        operation,
+        settings,
+        num_tokens,
+        hidden_size,
+        source,
+        "bfloat16" if weights is None else weights.dtype,
+        None if logits is None else logits.dtype,
+        None if bias is None else bias.dtype,
+    )
+    require_supported_device(operation, hidden.device)
+    if not num_tokens:
+        return _empty_result(problem, operands)
+    return _backend(hidden.device == HOST)(problem, operands)
+
+
+@cache
+def _backend(is_host: bool) -> Callable[[MoeProblem, MoeOperands], MoeResult]:
+    """Import a backend when an array comes in that needs it."""
+    if is_host:
+        from cupy_moe.fused_moe import host
+
+        return host.run_moe
+    from cupy_moe import pipeline
+
+    return pipeline.run_moe
+
+
+def _empty_result(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
+    """Make the arrays of a call without tokens, which nothing is launched for."""
+    device, framework = operands.hidden_states.device, operands.hidden_states.framework
+    rows = (0, problem.hidden_size)
+    if problem.do_finalize:
+        return MoeResult(output=operands.output or framework.empty(rows, "bfloat16", device))
+    return MoeResult(
+        gemm2_output=framework.empty(rows, "bfloat16", device),
+        expert_weights=operands.topk_weights
+        or framework.empty((0, problem.top_k), "bfloat16", device),
+        expanded_idx_to_permuted_idx=framework.empty((0,), "int32", device),
+    )
+
+
+def returned(
+    result: MoeResult, output: ArrayLike | None, weights: ArrayLike | None
+) -> ArrayLike | list[ArrayLike]:
+    """Arrays to hand back; what the caller passed in comes back as the same object.
+
+    Parameters
+    ----------
+    result : MoeResult
+    output, weights : array or None
+        The caller's output array and, of a tuple ``topk_ids``, the weights.
+
+    Returns
+    -------
+    array or list of three arrays
+    """
+    if result.output is not None:
+        return result.output.owner if output is None else output
+    rows, slot_weights = result.gemm2_output, result.expert_weights
+    permutation = result.expanded_idx_to_permuted_idx
+    assert rows is not None
+    assert slot_weights is not None
+    assert permutation is not None
+    return [rows.owner, slot_weights.owner if weights is None else weights, permutation.owner]

@@ -1,0 +1,1 @@
+"""One launcher per CUDA source: its configuration, parameter layout, grid and shared memory."""

@@ -1,0 +1,272 @@
+"""The stages of a mixture-of-experts layer on a GPU, in order, one launch each.
+
+Nothing else knows the sequence. Every call is graph-safe: grids and buffers follow from sizes,
+counts stay on the device, nothing synchronizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+from cupy_moe.kernels.finalize import FinalizeConfig, launch_finalize
+from cupy_moe.kernels.grouped_gemm import GemmConfig, launch_grouped_gemm
+from cupy_moe.kernels.permute import PermuteConfig, launch_permute
+from cupy_moe.kernels.route import RouteConfig, launch_route
+from cupy_moe.plan import (
+    DeviceTraits,
+    MoeOperands,
+    MoePlan,
+    MoeProblem,
+    MoeResult,
+    RoutingSource,
+    plan_moe,
+)
+from cupy_moe.runtime.arrays import ArrayRef
+from cupy_moe.runtime.devices import compute_capability, device_guard, sm_count
+from cupy_moe.runtime.jit import Function, arch_for, load
+from cupy_moe.runtime.scratch import allocate
+
+__all__ = ["compiled_for", "run_moe"]
+
+_FIRST_PDL_CAPABILITY = (9, 0)
+
+_arch_override: ContextVar[str | None] = ContextVar("arch_override", default=None)
+
+
+@contextmanager
+def compiled_for(arch: str) -> Iterator[None]:
+    """Run the code of another architecture inside the block, for tests of its code path.
+
+    Parameters
+    ----------
+    arch : str
+        A virtual architecture (``compute_80``), which the driver compiles for the present GPU.
+    """
+    token = _arch_override.set(arch)
+    try:
+        yield
+    finally:
+        _arch_override.reset(token)
+
+
+@cache
+def _traits(device: int) -> DeviceTraits:
+    return DeviceTraits(arch=arch_for(compute_capability(device)), num_sms=sm_count(device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """A plan and its loaded functions."""
+
+    plan: MoePlan
+    route: Function | None
+    permute: Function
+    fc1: Function
+    fc2: Function
+    finalize: Function | None
+
+
+@lru_cache(maxsize=4096)
+def _prepare(problem: MoeProblem, device: int, capturing: bool, arch: str | None) -> _Kernels:
+    """Plan and load; `capturing` is part of the key only to reach the loader's check."""
+    plan = plan_moe(problem, _traits(device))
+
+    def function(config: RouteConfig | PermuteConfig | GemmConfig | FinalizeConfig) -> Function:
+        return load(config.spec(), device, capturing=capturing, arch=arch)
+
+    return _Kernels(
+        plan=plan,
+        route=function(plan.route) if plan.route else None,
+        permute=function(plan.permute),
+        fc1=function(plan.fc1),
+        fc2=function(plan.fc2),
+        finalize=function(plan.finalize) if plan.finalize else None,
+    )
+
+
+class _Buffers:
+    """Addresses of a call's buffers: scratch by name, and what the caller receives."""
+
+    def __init__(self, problem: MoeProblem, operands: MoeOperands, plan: MoePlan) -> None:
+        like = operands.hidden_states
+        framework, device = like.framework, like.device
+        workspace = operands.workspace_buffer
+        if workspace is None or workspace.nbytes < plan.scratch.num_bytes:
+            workspace = allocate(framework, plan.scratch.num_bytes, device)
+        self._scratch = workspace  # keeps the memory until the launches are enqueued
+        self._offsets = plan.scratch.offsets
+        self.result = MoeResult()
+        if problem.do_finalize:
+            shape = (problem.num_tokens, problem.hidden_size)
+            self.result.output = operands.output or framework.empty(shape, "bfloat16", device)
+            return
+        self.result.gemm2_output = framework.empty(
+            (plan.capacity, problem.hidden_size), "bfloat16", device
+        )
+        self.result.expanded_idx_to_permuted_idx = framework.empty(
+            (problem.num_slots,), "int32", device
+        )
+        self.result.expert_weights = operands.topk_weights or framework.empty(
+            (problem.num_tokens, problem.top_k), "bfloat16", device
+        )
+
+    def __getitem__(self, name: str) -> int:
+        """Address of a scratch buffer."""
+        return self._scratch.ptr + self._offsets[name]
+
+    def result_or_scratch(self, result: ArrayRef | None, name: str) -> int:
+        """Address of an array that the caller receives, else of its place in the scratch."""
+        return self[name] if result is None else result.ptr
+
+
+def run_moe(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
+    """Enqueue one layer on the caller's current stream.
+
+    Parameters
+    ----------
+    problem : MoeProblem
+        Of at least one token.
+    operands : MoeOperands
+        CUDA arrays of one device, validated against the problem.
+
+    Returns
+    -------
+    MoeResult
+        Arrays of the kind of ``hidden_states``.
+
+    Raises
+    ------
+    KernelCompileError
+        If a kernel does not compile.
+    RuntimeError
+        If a kernel would have to be loaded during a stream capture, or the driver refuses a launch.
+    """
+    hidden = operands.hidden_states
+    framework, device = hidden.framework, hidden.device
+    with device_guard(device):
+        stream = framework.current_stream(device)
+        capturing = framework.is_capturing(device)
+        kernels = _prepare(problem, device, capturing, _arch_override.get())
+        buffers = _Buffers(problem, operands, kernels.plan)
+        pdl = operands.enable_pdl is not False
+        pdl = pdl and compute_capability(device) >= _FIRST_PDL_CAPABILITY
+        _enqueue(problem, operands, kernels, buffers, stream, pdl)
+    return buffers.result
+
+
+def _address(ref: ArrayRef | None) -> int:
+    return 0 if ref is None else ref.ptr
+
+
+def _enqueue(
+    problem: MoeProblem,
+    operands: MoeOperands,
+    kernels: _Kernels,
+    buffers: _Buffers,
+    stream: int,
+    pdl: bool,
+) -> None:
+    plan, result = kernels.plan, buffers.result
+    to_permuted = buffers.result_or_scratch(
+        result.expanded_idx_to_permuted_idx, "expanded_to_permuted"
+    )
+    gemm2_output = buffers.result_or_scratch(result.gemm2_output, "gemm2_output")
+    expert_weights = buffers.result_or_scratch(
+        result.expert_weights or operands.topk_weights, "expert_weights"
+    )
+    weights_are_f32 = problem.expert_weights_dtype == "float32"
+    packed = problem.routing_source is RoutingSource.Packed
+
+    topk_ids = _address(operands.topk_ids)
+    if kernels.route is not None and plan.route is not None:
+        topk_ids = buffers["topk_ids"]
+        launch_route(
+            kernels.route,
+            plan.route,
+            problem,
+            logits=_address(operands.routing_logits),
+            bias=_address(operands.routing_bias),
+            topk_ids=topk_ids,
+            topk_weights=expert_weights,
+            routing_replay_out=_address(operands.routing_replay_out),
+            routed_scaling_factor=operands.routed_scaling_factor,
+            stream=stream,
+            pdl=pdl,
+        )
+    launch_permute(
+        kernels.permute,
+        plan.permute,
+        topk_ids=topk_ids,
+        expert_weights=expert_weights if packed else 0,
+        expanded_to_permuted=to_permuted,
+        permuted_to_expanded=buffers["permuted_to_expanded"],
+        tile_expert=buffers["tile_expert"],
+        num_n_tiles=buffers["num_n_tiles"],
+        num_slots=problem.num_slots,
+        local_num_experts=problem.local_num_experts,
+        local_expert_offset=problem.local_expert_offset,
+        tile_n=plan.tile_n,
+        stream=stream,
+        pdl=pdl,
+    )
+    launch_grouped_gemm(
+        kernels.fc1,
+        plan.fc1,
+        plan.fc1_grid,
+        weights=operands.gemm1_weights.ptr,
+        tokens=operands.hidden_states.ptr,
+        permuted_to_expanded=buffers["permuted_to_expanded"],
+        tile_expert=buffers["tile_expert"],
+        num_n_tiles=buffers["num_n_tiles"],
+        output_scales=operands.output1_scales.ptr,
+        gate_scales=operands.output1_gate_scales.ptr,
+        clamp_limits=_address(operands.clamp_limit),
+        token_scales=expert_weights if problem.scale_input else 0,
+        output=buffers["intermediate"],
+        m=problem.fc1_rows,
+        k=problem.hidden_size,
+        top_k=problem.top_k,
+        token_scales_are_f32=weights_are_f32,
+        stream=stream,
+        pdl=pdl,
+    )
+    launch_grouped_gemm(
+        kernels.fc2,
+        plan.fc2,
+        plan.fc2_grid,
+        weights=operands.gemm2_weights.ptr,
+        tokens=buffers["intermediate"],
+        permuted_to_expanded=buffers["permuted_to_expanded"],
+        tile_expert=buffers["tile_expert"],
+        num_n_tiles=buffers["num_n_tiles"],
+        output_scales=operands.output2_scales.ptr,
+        gate_scales=0,
+        clamp_limits=0,
+        token_scales=0,
+        output=gemm2_output,
+        m=problem.hidden_size,
+        k=problem.intermediate_size,
+        top_k=problem.top_k,
+        token_scales_are_f32=False,
+        stream=stream,
+        pdl=pdl,
+    )
+    if kernels.finalize is not None and plan.finalize is not None and result.output is not None:
+        launch_finalize(
+            kernels.finalize,
+            plan.finalize,
+            num_tokens=problem.num_tokens,
+            gemm2_output=gemm2_output,
+            expanded_to_permuted=to_permuted,
+            expert_weights=0 if problem.scale_input else expert_weights,
+            output=result.output.ptr,
+            hidden_size=problem.hidden_size,
+            top_k=problem.top_k,
+            weights_are_f32=weights_are_f32,
+            stream=stream,
+            pdl=pdl,
+        )

@@ -1,0 +1,228 @@
+"""Sizes and formats in; tiles, specializations, grids and buffer sizes out. Pure: no GPU.
+
+A plan depends on nothing a kernel computes: grids and buffers are worst cases over all routings of
+the given sizes, so that a captured CUDA graph replays with any routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from cupy_moe.kernels.finalize import FinalizeConfig, all_finalize_configs
+from cupy_moe.kernels.grouped_gemm import (
+    TILE_M,
+    TILE_N_CHOICES,
+    GemmConfig,
+    GemmStage,
+    all_gemm_configs,
+)
+from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs
+from cupy_moe.kernels.route import RouteConfig, all_route_configs, route_config
+from cupy_moe.types import ActivationType, RoutingMethodType
+
+if TYPE_CHECKING:
+    from cupy_moe.runtime.arrays import ArrayRef
+    from cupy_moe.runtime.jit import KernelSpec
+
+__all__ = [
+    "DeviceTraits",
+    "MoeOperands",
+    "MoePlan",
+    "MoeProblem",
+    "MoeResult",
+    "RoutingSource",
+    "ScratchLayout",
+    "all_specializations",
+    "plan_moe",
+]
+
+# Every scratch buffer starts on its own 256 bytes, as allocators and 16-byte vectors want it.
+SCRATCH_ALIGNMENT = 256
+
+
+class RoutingSource(Enum):
+    """Where expert ids and weights come from."""
+
+    Packed = 0  # one int32 word a slot: (id << 16) | bf16 weight
+    Unpacked = 1  # int32 ids and a weight tensor
+    Logits = 2  # computed by the router kernel
+
+
+@dataclass(frozen=True, slots=True)
+class MoeProblem:
+    """Everything a plan depends on; hashable, so plans are cached by it."""
+
+    num_tokens: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    local_num_experts: int
+    local_expert_offset: int
+    activation: ActivationType
+    routing_source: RoutingSource
+    expert_weights_dtype: str  # "bfloat16" or "float32"
+    scale_input: bool
+    do_finalize: bool
+    routing_method: RoutingMethodType
+    num_groups: int  # 0: ungrouped
+    topk_group: int
+    norm_topk_prob: bool
+    logits_dtype: str | None
+    bias_dtype: str | None
+
+    @property
+    def num_slots(self) -> int:
+        """Routed (token, slot) pairs."""
+        return self.num_tokens * self.top_k
+
+    @property
+    def fc1_rows(self) -> int:
+        """Rows of one expert's first weight matrix."""
+        return self.intermediate_size * (2 if self.activation.is_gated else 1)
+
+
+@dataclass(slots=True)
+class MoeOperands:
+    """The arrays of one call; ``None`` where the call has none."""
+
+    hidden_states: ArrayRef
+    gemm1_weights: ArrayRef
+    gemm2_weights: ArrayRef
+    output1_scales: ArrayRef
+    output1_gate_scales: ArrayRef
+    output2_scales: ArrayRef
+    clamp_limit: ArrayRef | None = None
+    topk_ids: ArrayRef | None = None  # packed words or ids
+    topk_weights: ArrayRef | None = None
+    routing_logits: ArrayRef | None = None
+    routing_bias: ArrayRef | None = None
+    routing_replay_out: ArrayRef | None = None
+    output: ArrayRef | None = None
+    workspace_buffer: ArrayRef | None = None
+    routed_scaling_factor: float = 1.0
+    enable_pdl: bool | None = None
+
+
+@dataclass(slots=True)
+class MoeResult:
+    """What a call produced: ``output``, or the other three when it did not finalize."""
+
+    output: ArrayRef | None = None
+    gemm2_output: ArrayRef | None = None
+    expert_weights: ArrayRef | None = None
+    expanded_idx_to_permuted_idx: ArrayRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTraits:
+    """What a plan needs to know of a GPU, or of the part of one that a stream may use."""
+
+    arch: str
+    num_sms: int
+
+
+@dataclass(frozen=True)
+class ScratchLayout:
+    """Offsets in bytes of named buffers inside one allocation."""
+
+    offsets: dict[str, int]
+    num_bytes: int
+
+    @classmethod
+    def pack(cls, buffers: Iterable[tuple[str, int]]) -> ScratchLayout:
+        """Lay the buffers out one after the other, each aligned."""
+        offsets = {}
+        end = 0
+        for name, size in buffers:
+            offsets[name] = end
+            end += -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        return cls(offsets, end)
+
+
+@dataclass(frozen=True)
+class MoePlan:
+    """Specializations, grids and buffers of one problem on one device."""
+
+    tile_n: int
+    capacity: int  # rows of the permuted buffers
+    route: RouteConfig | None
+    permute: PermuteConfig
+    fc1: GemmConfig
+    fc2: GemmConfig
+    fc1_grid: int
+    fc2_grid: int
+    finalize: FinalizeConfig | None
+    scratch: ScratchLayout
+
+
+def _choose_tile_n(problem: MoeProblem) -> int:
+    """Smallest token tile that holds an expert's average share of the slots."""
+    share = -(-problem.num_slots // problem.num_experts)
+    return next((tile for tile in TILE_N_CHOICES if tile >= share), TILE_N_CHOICES[-1])
+
+
+def max_token_tiles(num_slots: int, local_num_experts: int, tile_n: int) -> int:
+    """Most token tiles any routing can need: one an expert hit, and full ones for the rest."""
+    experts_hit = min(num_slots, local_num_experts)
+    return experts_hit + (num_slots - experts_hit) // tile_n
+
+
+def _persistent_grid(config: GemmConfig, rows: int, token_tiles: int, num_sms: int) -> int:
+    return max(1, min(num_sms * config.min_blocks, rows // TILE_M * token_tiles))
+
+
+def _scratch_buffers(problem: MoeProblem, capacity: int, token_tiles: int) -> list[tuple[str, int]]:
+    """Buffers in the order of their first use; what the caller receives is not among them."""
+    buffers = [
+        ("permuted_to_expanded", 4 * capacity),
+        ("tile_expert", 4 * token_tiles),
+        ("num_n_tiles", 4),
+        ("intermediate", capacity * problem.intermediate_size),
+    ]
+    if problem.routing_source is RoutingSource.Logits:
+        buffers.append(("topk_ids", 4 * problem.num_slots))
+    if problem.do_finalize:
+        buffers.append(("expanded_to_permuted", 4 * problem.num_slots))
+        buffers.append(("gemm2_output", 2 * capacity * problem.hidden_size))
+        if problem.routing_source is not RoutingSource.Unpacked:
+            buffers.append(("expert_weights", 2 * problem.num_slots))
+    return buffers
+
+
+@lru_cache(maxsize=4096)
+def plan_moe(problem: MoeProblem, device: DeviceTraits) -> MoePlan:
+    """Plan one layer of at least one token."""
+    tile_n = _choose_tile_n(problem)
+    token_tiles = max_token_tiles(problem.num_slots, problem.local_num_experts, tile_n)
+    capacity = token_tiles * tile_n
+    fc1 = GemmConfig.make(GemmStage.Fc1, problem.activation, tile_n)
+    fc2 = GemmConfig.make(GemmStage.Fc2, problem.activation, tile_n)
+    from_logits = problem.routing_source is RoutingSource.Logits
+    return MoePlan(
+        tile_n=tile_n,
+        capacity=capacity,
+        route=route_config(problem) if from_logits else None,
+        permute=PermuteConfig(packed_ids=problem.routing_source is RoutingSource.Packed),
+        fc1=fc1,
+        fc2=fc2,
+        fc1_grid=_persistent_grid(fc1, problem.fc1_rows, token_tiles, device.num_sms),
+        fc2_grid=_persistent_grid(fc2, problem.hidden_size, token_tiles, device.num_sms),
+        finalize=FinalizeConfig() if problem.do_finalize else None,
+        scratch=ScratchLayout.pack(_scratch_buffers(problem, capacity, token_tiles)),
+    )
+
+
+def all_specializations() -> list[KernelSpec]:
+    """Every translation unit any plan can ask for, for ahead-of-time compilation."""
+    configs: list[RouteConfig | PermuteConfig | GemmConfig | FinalizeConfig] = [
+        *all_route_configs(),
+        *all_permute_configs(),
+        *all_gemm_configs(),
+        *all_finalize_configs(),
+    ]
+    return [config.spec() for config in configs]

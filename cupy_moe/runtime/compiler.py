@@ -1,0 +1,196 @@
+"""NVRTC: a specialization to machine code or PTX, without a GPU and without a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from cupy_moe.runtime.array_ref import Library
+from cupy_moe.runtime.compile_log import KernelResources, first_error, parse_resources
+from cupy_moe.runtime.kernel_cache import cache_dir, write_text
+from cupy_moe.runtime.kernel_source import KernelSpec, format_config, render_unit
+from cupy_moe.runtime.requirements import import_cupy
+
+__all__ = [
+    "OPTIONS",
+    "CompiledKernel",
+    "KernelCompileError",
+    "arch_for",
+    "compile_cubin",
+    "compile_image",
+    "compile_ptx",
+    "nvrtc_version",
+]
+
+OPTIONS = ("-std=c++17", "-default-device")
+"""NVRTC options of every kernel, next to architecture and include path."""
+
+_OLDEST_CAPABILITY = (8, 0)
+_UNIT_NAME = "unit.cu"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """Machine code of one specialization, and what the compiler said.
+
+    Attributes
+    ----------
+    cubin : bytes
+        ELF image.
+    log : str
+        NVRTC's log; with ``verbose_ptxas`` it holds the figures of `resources`.
+    entry : str
+        Name of the kernel.
+    """
+
+    cubin: bytes
+    log: str
+    entry: str
+
+    @property
+    def resources(self) -> KernelResources:
+        """Registers, spills, stack and static shared memory of the entry.
+
+        Raises
+        ------
+        ValueError
+            If it was compiled without ``verbose_ptxas=True``.
+        """
+        return parse_resources(self.log, self.entry)
+
+
+class KernelCompileError(RuntimeError):
+    """A kernel did not compile.
+
+    Attributes
+    ----------
+    kernel, config, arch, nvrtc_version, log : str
+        What was compiled how, and the compiler's full log.
+    source_path : Path or None
+        Where the translation unit was kept; None if it could not be written.
+    """
+
+    def __init__(self, spec: KernelSpec, arch: str, log: str, source_path: Path | None) -> None:
+        self.kernel = spec.entry
+        self.config = format_config(spec.config)
+        self.arch = arch
+        self.nvrtc_version = nvrtc_version()
+        self.log = log
+        self.source_path = source_path
+        kept = f" Source kept in {source_path}." if source_path else ""
+        super().__init__(
+            f"{spec} for {arch}, NVRTC {self.nvrtc_version}: "
+            f"{first_error(log, spec.include_dirs)}.{kept}"
+        )
+
+
+def arch_for(capability: tuple[int, int]) -> str:
+    """NVRTC architecture for a compute capability, with its architecture-specific instructions.
+
+    Parameters
+    ----------
+    capability : tuple of int
+        Major and minor, e.g. (9, 0) for ``sm_90a`` and (8, 6) for ``sm_86``.
+
+    Raises
+    ------
+    NotImplementedError
+        Below 8.0, which lacks ``cp.async`` and BF16 tensor cores.
+    """
+    major, minor = capability
+    if capability < _OLDEST_CAPABILITY:
+        raise NotImplementedError(
+            f"cupy_moe needs compute capability 8.0 (Ampere) or newer, got {major}.{minor}"
+        )
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def compile_cubin(spec: KernelSpec, arch: str, *, verbose_ptxas: bool = False) -> CompiledKernel:
+    """Compile to machine code, past the cache; needs NVRTC but no GPU.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        What to compile.
+    arch : str
+        Real architecture, e.g. ``sm_90a``.
+    verbose_ptxas : bool
+        Log registers and spills, see `CompiledKernel.resources`.
+
+    Raises
+    ------
+    KernelCompileError
+        With the first error and where the source was kept.
+    RuntimeError
+        If NVRTC is missing or does not know the architecture.
+    """
+    extra = ("--ptxas-options=-v",) if verbose_ptxas else ()
+    cubin, log = compile_image(spec, arch, extra)
+    return CompiledKernel(cubin, log, spec.entry)
+
+
+def compile_ptx(spec: KernelSpec, arch: str) -> bytes:
+    """Compile to PTX for a virtual architecture (``compute_80``), past the cache.
+
+    The driver translates it for any newer GPU. Zero-terminated; raises like `compile_cubin`.
+    """
+    return compile_image(spec, arch)[0]
+
+
+def compile_image(
+    spec: KernelSpec, arch: str, extra_options: tuple[str, ...] = ()
+) -> tuple[bytes, str]:
+    """Compile for a real or a virtual architecture: what a driver loads, and NVRTC's log."""
+    nvrtc = _nvrtc()
+    _require_arch(nvrtc, arch)
+    include = tuple(f"-I{folder}" for folder in spec.include_dirs)
+    options = (*OPTIONS, f"--gpu-architecture={arch}", *include, *extra_options)
+    start = time.perf_counter()
+    program = nvrtc.createProgram(render_unit(spec), _UNIT_NAME, (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program).rstrip("\0") or str(error)
+            raise KernelCompileError(spec, arch, log, _keep_source(spec)) from error
+        log = nvrtc.getProgramLog(program).rstrip("\0")
+        if arch.startswith("compute_"):
+            image = nvrtc.getPTX(program)
+            image = image.encode() if isinstance(image, str) else image
+        else:
+            image = nvrtc.getCUBIN(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    _log.debug("compiled %s for %s in %.2f s", spec, arch, time.perf_counter() - start)
+    # NOTE: CuPy hands both out as if zero-terminated and drops the last byte, which is a zero of
+    # the ELF section table or of the PTX text. The driver forgives it, disassemblers do not.
+    return image + b"\0", log
+
+
+def _require_arch(nvrtc: Library, arch: str) -> None:
+    number = int(arch.split("_")[1].rstrip("af"))
+    known = nvrtc.getSupportedArchs()
+    if number not in known:
+        raise RuntimeError(
+            f"cupy_moe: NVRTC {nvrtc_version()} cannot compile for {arch}; it knows sm_"
+            f"{', sm_'.join(map(str, known))}. Install NVRTC of a newer CUDA release."
+        )
+
+
+def _nvrtc() -> Library:
+    return import_cupy().cuda.nvrtc
+
+
+def nvrtc_version() -> str:
+    """Major and minor version, e.g. ``13.0``."""
+    return ".".join(map(str, _nvrtc().getVersion()))
+
+
+def _keep_source(spec: KernelSpec) -> Path | None:
+    digest = hashlib.sha256(render_unit(spec).encode()).hexdigest()
+    path = cache_dir() / f"{spec.source}-{digest[:8]}.cu"
+    return path if write_text(path, render_unit(spec)) else None

@@ -1,0 +1,110 @@
+"""CUDA devices: current context, properties, driver errors."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from cupy_moe.runtime.array_ref import HOST
+from cupy_moe.runtime.requirements import import_driver, require_gpu
+
+DriverValue: TypeAlias = Any  # handles and codes of cuda.bindings, an optional package
+
+__all__ = [
+    "check",
+    "compute_capability",
+    "device_guard",
+    "max_shared_memory",
+    "sm_count",
+]
+
+
+def check(result: tuple[Any, ...], what: str) -> DriverValue:
+    """Value of a cuda.bindings driver call.
+
+    Raises
+    ------
+    RuntimeError
+        If the call failed; `what` says what was attempted.
+    """
+    status, *values = result
+    if status:
+        raise RuntimeError(f"{what}: {describe_error(status)}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def describe_error(status: DriverValue) -> str:
+    """Name and text of a driver error code."""
+    driver = import_driver()
+    _, text = driver.cuGetErrorString(status)
+    return f"{status.name}: {text.decode() if text else 'unknown error'}"
+
+
+@cache
+def _primary_context(device: int) -> tuple[Any, int]:
+    """Primary context of a device, retained for the life of the process, and its address."""
+    require_gpu()
+    driver = import_driver()
+    context = check(driver.cuDevicePrimaryCtxRetain(device), f"using cuda:{device}")
+    return context, int(context)
+
+
+class device_guard:  # noqa: N801 (reads as a statement)
+    """Make a device's primary context current inside a ``with`` block; no-op for `HOST`.
+
+    Contexts are pushed and popped, so leaving the block never creates a context on the device that
+    was selected before (``cudaSetDevice`` would).
+    """
+
+    __slots__ = ("_device", "_pushed")
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._pushed = False
+
+    def __enter__(self) -> None:
+        """Push the context if it is not current."""
+        if self._device == HOST:
+            return
+        context, address = _primary_context(self._device)
+        driver = import_driver()
+        if int(driver.cuCtxGetCurrent()[1]) != address:
+            check(driver.cuCtxPushCurrent(context), f"switching to cuda:{self._device}")
+            self._pushed = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Pop what was pushed."""
+        if self._pushed:
+            check(import_driver().cuCtxPopCurrent(), f"leaving cuda:{self._device}")
+
+
+@cache
+def _attribute(device: int, name: str) -> int:
+    require_gpu()
+    driver = import_driver()
+    attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(check(driver.cuDeviceGetAttribute(attribute, device), f"{name} of cuda:{device}"))
+
+
+def compute_capability(device: int) -> tuple[int, int]:
+    """Compute capability (major, minor)."""
+    return (
+        _attribute(device, "COMPUTE_CAPABILITY_MAJOR"),
+        _attribute(device, "COMPUTE_CAPABILITY_MINOR"),
+    )
+
+
+def sm_count(device: int) -> int:
+    """Count the streaming multiprocessors of the whole device."""
+    return _attribute(device, "MULTIPROCESSOR_COUNT")
+
+
+def max_shared_memory(device: int) -> int:
+    """Bytes of shared memory that one block can opt in to."""
+    return _attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")

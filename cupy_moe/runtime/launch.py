@@ -1,0 +1,259 @@
+"""Kernel launches: one parameter struct by value, packed by the host's C layout rules."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NewType, TypeAlias
+
+from cupy_moe.runtime.devices import DriverValue, describe_error
+from cupy_moe.runtime.requirements import import_driver
+
+if TYPE_CHECKING:
+    from cupy_moe.runtime.jit import Function
+
+__all__ = ["Field", "PackedParams", "ParamLayout", "ParamValue", "launch"]
+
+ParamValue: TypeAlias = "int | float | bytes"
+PackedParams = NewType("PackedParams", int)
+"""Address of the one-element ``void*[]`` that a launch takes."""
+
+_LAUNCH_CONFIGS = 2048  # prepared configurations kept: kernels x token counts x streams
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How a field of a given kind lies in memory, and its type in ``cuda_src/common``."""
+
+    code: str
+    size: int
+    alignment: int
+    device_type: str
+
+
+_KINDS = {
+    "ptr": _Kind("Q", 8, 8, "cupy_moe::AnyPointer"),
+    "i32": _Kind("i", 4, 4, "cupy_moe::i32"),
+    "u32": _Kind("I", 4, 4, "cupy_moe::u32"),
+    "i64": _Kind("q", 8, 8, "cupy_moe::i64"),
+    "u64": _Kind("Q", 8, 8, "cupy_moe::u64"),
+    "f32": _Kind("f", 4, 4, "float"),
+    "tensor_map": _Kind("128s", 128, 64, "cupy_moe::TensorMap"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One member of the parameter struct."""
+
+    name: str
+    kind: str
+    offset: int
+    device_type: str
+
+
+class _Buffer(threading.local):
+    """Per-thread memory of one layout: a pointer to the struct, then the struct."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = (ctypes.c_char * (size + 128))()
+        base = ctypes.addressof(self.memory)
+        # 64 bytes: the alignment that a tensor map wants.
+        self.offset = -base % 64 + 64
+        self.address = PackedParams(base + self.offset - 64)
+        ctypes.c_void_p.from_address(self.address).value = base + self.offset
+
+
+class ParamLayout:
+    """Layout of a kernel's by-value parameter struct, by the alignment rules of C.
+
+    Parameters
+    ----------
+    *fields : tuple of (name, kind)
+        In the order of the struct. Kinds: ``ptr`` (address), ``i32``, ``u32``, ``i64``, ``u64``,
+        ``f32``, ``tensor_map`` (128 opaque bytes, aligned to 64).
+
+    Attributes
+    ----------
+    fields : tuple of Field
+    size : int
+        Bytes of the struct, tail padding included.
+
+    Raises
+    ------
+    ValueError
+        If a kind is unknown or a name is used twice.
+    """
+
+    __slots__ = ("_buffer", "_pack_into", "_struct", "fields", "size")
+
+    def __init__(self, *fields: tuple[str, str]) -> None:
+        self.fields = tuple(_place(fields))
+        names = [field.name for field in self.fields]
+        if len(set(names)) != len(names):
+            raise ValueError(f"ParamLayout: names must be unique, got {', '.join(names)}")
+        codes, end = ["="], 0
+        for field in self.fields:
+            kind = _KINDS[field.kind]
+            codes.append(f"{field.offset - end}x{kind.code}")
+            end = field.offset + kind.size
+        alignment = max((_KINDS[field.kind].alignment for field in self.fields), default=1)
+        self.size = _align(end, alignment)
+        self._struct = struct.Struct("".join([*codes, f"{self.size - end}x"]))
+        self._pack_into = self._struct.pack_into
+        self._buffer = _Buffer(self.size)
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Bytes from the start of the struct, by field name."""
+        return {field.name: field.offset for field in self.fields}
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both describe the same struct."""
+        return isinstance(other, ParamLayout) and self.fields == other.fields
+
+    def __hash__(self) -> int:
+        """By fields."""
+        return hash(self.fields)
+
+    def __repr__(self) -> str:
+        """List the fields as they are passed to the constructor."""
+        return f"ParamLayout({', '.join(f'{(f.name, f.kind)}' for f in self.fields)})"
+
+    def to_bytes(self, *values: ParamValue) -> bytes:
+        """Bytes of the struct for these field values."""
+        try:
+            return self._struct.pack(*values)
+        except struct.error as error:
+            raise self._refusal(values) from error
+
+    def pack(self, *values: ParamValue) -> PackedParams:
+        """Write the field values into this thread's buffer for the next `launch`.
+
+        Parameters
+        ----------
+        *values : int, float or bytes
+            One per field, in order.
+
+        Returns
+        -------
+        PackedParams
+            Valid until the same thread packs this layout again; a launch copies what it points to.
+
+        Raises
+        ------
+        ValueError
+            If the number of values differs from the fields, or one does not fit its field.
+        """
+        buffer = self._buffer
+        try:
+            self._pack_into(buffer.memory, buffer.offset, *values)
+        except struct.error as error:
+            raise self._refusal(values) from error
+        return buffer.address
+
+    def _refusal(self, values: tuple[ParamValue, ...]) -> ValueError:
+        if len(values) != len(self.fields):
+            return ValueError(f"{self!r} takes {len(self.fields)} values, got {len(values)}")
+        for field, value in zip(self.fields, values, strict=True):
+            try:
+                struct.pack("=" + _KINDS[field.kind].code, value)
+            except struct.error as error:
+                return ValueError(f"{field.name} must be {field.kind}, got {value!r}: {error}")
+        raise AssertionError("every value fits its field")
+
+
+def _place(fields: tuple[tuple[str, str], ...]) -> Iterator[Field]:
+    end = 0
+    for name, kind in fields:
+        if kind not in _KINDS:
+            raise ValueError(f"ParamLayout: {name} must be one of {', '.join(_KINDS)}, got {kind}")
+        offset = _align(end, _KINDS[kind].alignment)
+        yield Field(name, kind, offset, _KINDS[kind].device_type)
+        end = offset + _KINDS[kind].size
+
+
+def _align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+@lru_cache(maxsize=_LAUNCH_CONFIGS)
+def _launch_config(
+    grid: tuple[int, int, int], block: int, smem: int, stream: int, pdl: bool, cluster: int
+) -> DriverValue:
+    """Prepare a ``CUlaunchConfig``; it is never changed afterwards, so threads may share it."""
+    driver = import_driver()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = smem
+    config.hStream = driver.CUstream(stream)
+    attributes = []
+    ids = driver.CUlaunchAttributeID
+    if pdl:
+        early = driver.CUlaunchAttribute()
+        early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(early)
+    if cluster > 1:
+        clustered = driver.CUlaunchAttribute()
+        clustered.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        clustered.value.clusterDim.x = cluster
+        clustered.value.clusterDim.y = clustered.value.clusterDim.z = 1
+        attributes.append(clustered)
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config
+
+
+def launch(
+    function: Function,
+    params: PackedParams,
+    *,
+    grid: tuple[int, int, int],
+    block: int,
+    smem: int = 0,
+    stream: int = 0,
+    pdl: bool = False,
+    cluster: int = 1,
+) -> None:
+    """Enqueue a kernel; returns at once.
+
+    Parameters
+    ----------
+    function : Function
+        From `cupy_moe.runtime.jit.load`; its device must be current (`device_guard`).
+    params : PackedParams
+        From `ParamLayout.pack` of the kernel's layout on this thread.
+    grid : tuple of int
+        Blocks in x, y, z.
+    block : int
+        Threads of a block.
+    smem : int
+        Bytes of dynamic shared memory.
+    stream : int
+        Stream handle; 0 is the legacy default stream.
+    pdl : bool
+        Programmatic dependent launch: the kernel may start before its predecessor in the stream
+        ends and must call ``griddepcontrol_wait`` before it reads what that one wrote. Needs
+        compute capability 9.0.
+    cluster : int
+        Blocks of a cluster, along x. Needs compute capability 9.0 when larger than 1.
+
+    Raises
+    ------
+    RuntimeError
+        If the driver refuses the launch.
+    """
+    config = _launch_config(grid, block, smem, stream, pdl, cluster)
+    (status,) = import_driver().cuLaunchKernelEx(config, function.handle, params, 0)
+    if status:
+        raise RuntimeError(
+            f"{function.name}: launch of grid {grid} x {block} threads, {smem} B of shared memory, "
+            f"cluster {cluster}, pdl {pdl} on cuda:{function.device} failed: "
+            f"{describe_error(status)}"
+        )

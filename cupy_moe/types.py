@@ -1,0 +1,72 @@
+"""Enumerations shared by the public operations, the reference and the kernels.
+
+Enumerators travel to the CUDA sources by name (``cuda_src/common/types.cuh``), so a drift between
+the two is a compile error, never a wrong number.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["ActivationType", "RoutingMethodType", "WeightLayout"]
+
+
+class RoutingMethodType(IntEnum):
+    """How router logits become expert ids and weights; integer values are the public contract's."""
+
+    Default = 0  # softmax over all experts, then top-k
+    Renormalize = 1  # top-k of the logits, softmax over the selected
+    DeepSeekV3 = 2  # sigmoid + bias, group-limited top-k
+    Llama4 = 3  # top-1 of the logits, sigmoid weight
+    RenormalizeNaive = 4  # equal to Renormalize
+    TopK = 5  # top-k of the logits, raw logits as weights
+    SigmoidRenorm = 6  # top-k of sigmoids, normalized over the selected
+    MiniMax2 = 7  # sigmoid + bias, normalized over the selected
+    Sigmoid = 8  # top-k of sigmoids, sigmoid weights
+    TopKSigmoid = 9  # top-k of the logits, sigmoid weights
+    Unspecified = 10
+
+
+class ActivationType(IntEnum):
+    """FC1 activation; integer values are the public contract's."""
+
+    Gelu = 0
+    Relu = 1
+    Silu = 2
+    Swiglu = 3
+    Geglu = 4
+    SwigluBias = 5
+    Relu2 = 6
+    SwigluStep = 7
+    GegluTanh = 8
+    Identity = 9
+    Situ = 10
+    InvalidType = 11
+    ClampedRelu2 = 12
+    PowLU = 13
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether FC1 has an up half and a gate half (2 * intermediate_size rows)."""
+        return self in _GATED
+
+
+_GATED = frozenset(
+    {
+        ActivationType.Swiglu,
+        ActivationType.Geglu,
+        ActivationType.SwigluBias,
+        ActivationType.SwigluStep,
+        ActivationType.GegluTanh,
+        ActivationType.Situ,
+        ActivationType.PowLU,
+    }
+)
+
+
+class WeightLayout(IntEnum):
+    """Storage order of prepared weights."""
+
+    MajorK = 0  # (E, M, K bytes), K contiguous
+    MajorMn = 1  # never supported
+    BlockMajorK = 2  # (E, K bytes / block, M, block)

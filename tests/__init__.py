@@ -1,0 +1,1 @@
+"""Tests: those at this level run anywhere, those in ``gpu`` need an NVIDIA GPU."""

@@ -1,0 +1,1 @@
+"""Tests that run kernels; ``pytest -m gpu`` selects them."""

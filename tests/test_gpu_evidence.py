@@ -1,0 +1,247 @@
+"""The GPU report: what the hash sees, when it is written, what the check says."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupy_moe.testing.compare import compare
+from tests import gpu_evidence
+from tests.gpu_evidence import Evidence, EvidencePlugin, check, dump, mark_unverified, tree_hash
+
+PASSING = """
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["one", "two"])
+def test_kernel(case):
+    assert case
+
+def test_on_the_cpu():
+    pass
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Build a project with two hashed folders and a GPU suite of two tests."""
+    for name, text in {
+        "cuda_src/common/types.cuh": "// types",
+        "cuda_src/route.cu": "// route",
+        "cupy_moe/plan.py": "TILE = 8\n",
+        "cupy_moe/__pycache__/plan.cpython-312.pyc": "cache",
+        "tests/gpu/test_kernel.py": PASSING,
+        "README.md": "not hashed",
+        "pytest.ini": "[pytest]\nmarkers = gpu: needs a GPU\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def run_suite(project: Path, *args: str, path: Path | None = None) -> EvidencePlugin:
+    """Run pytest on the project inside this process, with a made-up environment section."""
+    plugin = EvidencePlugin(project, path, describe=lambda: {"gpu": "made up"})
+    arguments = args if any(not a.startswith("-") for a in args) else (*args, str(project))
+    common = ["-q", "-p", "no:cacheprovider", "--rootdir", str(project)]
+    code = pytest.main([*common, "-c", str(project / "pytest.ini"), *arguments], plugins=[plugin])
+    sys.modules.pop("test_kernel", None)  # the next project has another file of this name
+    assert code in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
+    return plugin
+
+
+def report_of(project: Path) -> Path:
+    """Return where a whole run writes."""
+    return project / "tests" / "gpu_report.json"
+
+
+# --- the hash ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: (p / "cuda_src/route.cu").write_text("// route!"),
+        lambda p: (p / "cupy_moe/new.py").write_text(""),
+        lambda p: (p / "cuda_src/route.cu").rename(p / "cuda_src/router.cu"),
+        lambda p: (p / "cuda_src/route.cu").unlink(),
+    ],
+    ids=["content", "new empty file", "renamed", "deleted"],
+)
+def test_hash_sees_every_change_of_the_sources(project: Path, change) -> None:
+    before = tree_hash(project)
+    change(project)
+    assert tree_hash(project) != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "tests/gpu/test_more.py", "cupy_moe/__pycache__/a.pyc", "cupy_moe/.mypy_cache/a"],
+)
+def test_hash_ignores_what_cannot_change_a_result(project: Path, name: str) -> None:
+    before = tree_hash(project)
+    (project / name).parent.mkdir(parents=True, exist_ok=True)
+    (project / name).write_text("anything")
+    assert tree_hash(project) == before
+
+
+def test_hash_tells_where_one_file_ends_and_the_next_begins(project: Path) -> None:
+    first, second = project / "cuda_src/a.cuh", project / "cuda_src/b.cuh"
+    first.write_text("12")
+    second.write_text("3")
+    before = tree_hash(project)
+    first.write_text("1")
+    second.write_text("23")
+    assert tree_hash(project) != before
+
+
+def test_the_real_tree_has_files_in_both_folders() -> None:
+    folders = {
+        path.relative_to(gpu_evidence.ROOT).parts[0]
+        for path in gpu_evidence.source_files(gpu_evidence.ROOT)
+    }
+    assert folders == set(gpu_evidence.HASHED_FOLDERS)
+
+
+# --- when the report is written ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [(), ("-m", "gpu")], ids=["everything", "the gpu mark"])
+def test_whole_suite_writes_the_report(project: Path, args: tuple[str, ...]) -> None:
+    run_suite(project, *(args and (f"{args[0]}{args[1]}",)))
+    report = json.loads(report_of(project).read_text())
+    assert report["status"] == "passed"
+    assert report["tree"] == report["measured_tree"] == tree_hash(project)
+    assert report["environment"] == {"gpu": "made up"}
+    outcomes = {name.rpartition("::")[2]: row[0] for name, row in report["tests"].items()}
+    assert outcomes == {"test_kernel[one]": "passed", "test_kernel[two]": "passed"}
+
+
+@pytest.mark.parametrize("args", [["-kone"], ["tests/gpu/test_kernel.py::test_kernel"], ["-x"]])
+def test_part_of_the_suite_writes_nothing(project: Path, args: list[str], monkeypatch) -> None:
+    monkeypatch.chdir(project)
+    if args == ["-x"]:  # stops at the first of two failing tests
+        test = project / "tests/gpu/test_kernel.py"
+        test.write_text(PASSING.replace("assert case", "assert not case"))
+    run_suite(project, *args)
+    assert not report_of(project).exists()
+
+
+def test_part_of_the_suite_is_written_where_asked(project: Path) -> None:
+    path = project / "part.json"
+    run_suite(project, "-kone", path=path)
+    assert len(json.loads(path.read_text())["tests"]) == 1
+    assert not report_of(project).exists()
+
+
+@pytest.mark.parametrize("option", ["--collect-only", "-mnot gpu"])
+def test_nothing_ran_nothing_is_written(project: Path, option: str) -> None:
+    run_suite(project, option, path=project / "part.json")
+    assert not (project / "part.json").exists()
+
+
+def test_suite_skipped_for_want_of_a_gpu_is_no_evidence(project: Path) -> None:
+    test = project / "tests/gpu/test_kernel.py"
+    test.write_text(PASSING.replace("assert case", "pytest.skip('no GPU')"))
+    run_suite(project)
+    assert not report_of(project).exists()
+
+
+def test_failing_suite_writes_a_report_that_fails_the_check(project: Path) -> None:
+    test = project / "tests/gpu/test_kernel.py"
+    test.write_text(PASSING.replace("assert case", "assert case == 'one'"))
+    run_suite(project)
+    code, message = check(report_of(project), project)
+    assert code == 1
+    assert "test_kernel[two]" in message
+    assert "test_kernel[one]" not in message
+
+
+# --- the check --------------------------------------------------------------------------------
+
+
+def test_check_accepts_the_sources_that_were_run(project: Path) -> None:
+    run_suite(project)
+    code, message = check(report_of(project), project)
+    assert (code, message) == (0, "2 GPU tests passed on made up.")
+
+
+def test_check_names_skipped_tests(project: Path) -> None:
+    test = project / "tests/gpu/test_kernel.py"
+    test.write_text(PASSING.replace("assert case", "case == 'one' or pytest.skip('one GPU')"))
+    run_suite(project)
+    code, message = check(report_of(project), project)
+    assert code == 0
+    assert "Skipped: " in message
+    assert "test_kernel[two]" in message
+
+
+def test_check_refuses_changed_sources(project: Path) -> None:
+    run_suite(project)
+    (project / "cuda_src/route.cu").write_text("// changed")
+    code, message = check(report_of(project), project)
+    assert code == 1
+    assert "pytest -m gpu" in message
+
+
+def test_check_refuses_a_missing_report(project: Path) -> None:
+    assert check(report_of(project), project)[0] == 1
+
+
+def test_marking_is_a_warning_until_the_sources_change_again(project: Path) -> None:
+    run_suite(project)
+    measured = tree_hash(project)
+    (project / "cuda_src/route.cu").write_text("// changed")
+    mark_unverified(report_of(project), project)
+    code, message = check(report_of(project), project)
+    assert code == 0
+    assert message.startswith("warning")
+    report = json.loads(report_of(project).read_text())
+    assert report["measured_tree"] == measured  # the figures keep saying what they were measured on
+    assert len(report["tests"]) == 2
+    (project / "cuda_src/route.cu").write_text("// changed again")
+    assert check(report_of(project), project)[0] == 1
+
+
+# --- what tests record ------------------------------------------------------------------------
+
+
+def test_figures_are_rounded_and_valid_json() -> None:
+    evidence = Evidence()
+    evidence.errors("zeros for ones", compare(np.zeros((2, 2)), np.ones((2, 2))))
+    evidence.errors("ones for zeros", compare(np.ones((2, 2)), np.zeros((2, 2))))
+    evidence.benchmark("decode", {"us": 123.456789, "tokens": 16, "tile": None})
+    report = gpu_evidence.build_report(evidence, {"t": ("passed", 1.23456)}, {}, "hash")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    loaded = json.loads(dump(report), parse_constant=refuse)
+    assert loaded["errors"]["zeros for ones"]["rel_l2"] == 1.0
+    assert loaded["errors"]["ones for zeros"]["rel_l2"] == str(math.inf)
+    assert loaded["benchmarks"]["decode"] == {"us": 123.5, "tokens": 16, "tile": None}
+    assert loaded["tests"]["t"] == ["passed", 1.23]
+
+
+def test_two_rows_of_one_name_are_refused() -> None:
+    evidence = Evidence()
+    evidence.benchmark("decode", {"us": 1.0})
+    with pytest.raises(ValueError, match="decode"):
+        evidence.benchmark("decode", {"us": 2.0})
+
+
+def test_dump_is_deterministic_and_one_entry_a_line() -> None:
+    rows = {"b": {"y": 1, "x": 2}, "a": {"x": 1}}
+    other = {name: dict(reversed(row.items())) for name, row in reversed(rows.items())}
+    first, second = (
+        dump({"status": "passed", "errors": rows}),
+        dump({"errors": other, "status": "passed"}),
+    )
+    assert first == second
+    assert first.splitlines()[2:4] == ['  "a": {"x": 1},', '  "b": {"x": 2, "y": 1}']

@@ -1,0 +1,575 @@
+"""Quantized expert arguments, calibration and packed routing words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_moe import formats, weights
+from cupy_moe.reference.activation import FP4_ACTIVATIONS, FP8_ACTIVATIONS, ActivationScalars
+from cupy_moe.types import ActivationType, WeightLayout
+from cupy_moe.weights.layouts import (
+    unprepare_gemm1_scales,
+    unprepare_gemm1_weights,
+    unprepare_gemm2_scales,
+    unprepare_gemm2_weights,
+)
+from tests.array_kinds import ARRAY_KINDS, ArrayKind
+
+DATA = Path(__file__).parent / "data"
+EXPERTS, TOKENS, HIDDEN, INTERMEDIATE = 3, 24, 128, 256
+
+
+def model(
+    gated: bool, dtype: Any = np.float32, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE
+) -> tuple[np.ndarray, ...]:
+    """Tokens, FC1 and FC2 weights whose magnitudes differ by powers of two between experts."""
+    rng = np.random.default_rng(6)
+    magnitude = (2.0 ** np.arange(-1, EXPERTS - 1))[:, None, None]
+    rows = intermediate * (2 if gated else 1)
+    x = rng.normal(size=(TOKENS, hidden))
+    w1 = rng.normal(size=(EXPERTS, rows, hidden)) * hidden**-0.5 * magnitude
+    w2 = rng.normal(size=(EXPERTS, hidden, intermediate)) * intermediate**-0.5 / magnitude
+    return tuple(a.astype(np.float32).astype(dtype) for a in (x, w1, w2))
+
+
+def halves(sums: np.ndarray, gated: bool) -> tuple[np.ndarray, ...]:
+    return tuple(np.split(sums, 2, axis=-1)) if gated else (sums, sums)
+
+
+def relative_errors(out: np.ndarray, ref: np.ndarray) -> np.ndarray:
+    """Relative L2 error of each expert."""
+    return np.linalg.norm(out - ref, axis=(-2, -1)) / np.linalg.norm(ref, axis=(-2, -1))
+
+
+def fp8_values(codes: Any) -> np.ndarray:
+    return formats.decode_e4m3(np.asarray(codes).view(np.uint8)).astype(np.float64)
+
+
+def inverse_amax(w: np.ndarray, largest: float) -> np.ndarray:
+    """Quantization factor of each expert, (E, 1, 1)."""
+    return largest / np.abs(w.astype(np.float64)).max(axis=(1, 2), keepdims=True)
+
+
+@dataclass
+class Quantized:
+    """One quantized model: raw operand values, their factors, scale vectors, requantization."""
+
+    activation_type: ActivationType
+    raw: tuple[np.ndarray, np.ndarray, np.ndarray]  # x (T, H), W1 (E, M1, H), W2 (E, H, I)
+    factors: tuple[Any, Any, Any]  # physical = raw / factor
+    vectors: tuple[np.ndarray, np.ndarray, np.ndarray]  # s1, sg, s2
+    requantize: Callable[[np.ndarray, float], np.ndarray]
+    activations: Mapping[ActivationType, Callable[..., np.ndarray]]
+
+    def physical(self, **parameters: float) -> np.ndarray:
+        """Outputs (E, T, H) in float64 on dequantized operands, nothing rounded in between."""
+        x, w1, w2 = (v / f for v, f in zip(self.raw, self.factors, strict=True))
+        sums = halves(x @ w1.swapaxes(1, 2), self.activation_type.is_gated)
+        h = self.activations[self.activation_type](*sums, ActivationScalars(**parameters))
+        return h @ w2.swapaxes(1, 2)
+
+    def operation(
+        self, requantize: Callable[[np.ndarray, float], np.ndarray], **parameters: Any
+    ) -> np.ndarray:
+        """Outputs (E, T, H) by the operation's arithmetic on raw values and scale vectors."""
+        x, w1, w2 = self.raw
+        out = []
+        for e, (s1, sg, s2) in enumerate(zip(*self.vectors, strict=True)):
+            own = {key: float(np.broadcast_to(v, EXPERTS)[e]) for key, v in parameters.items()}
+            scalars = ActivationScalars(float(sg), **own)
+            sums = halves(x @ w1[e].T, self.activation_type.is_gated)
+            r = self.activations[self.activation_type](*sums, scalars)
+            out.append(float(s2) * requantize(r, float(s1)) @ w2[e].T)
+        return np.stack(out)
+
+    def check(self, parameters: dict[str, float], raw: set[str], rounding: float) -> None:
+        """Without requantization both agree to FP32; with it they differ by its rounding only."""
+        gate_scale = self.vectors[1]
+        given = {
+            name: weights.physical_to_raw(value, gate_scale) if name in raw else value
+            for name, value in parameters.items()
+        }
+        physical = self.physical(**parameters)
+        exact = self.operation(lambda r, s1: s1 * r, **given)
+        assert (relative_errors(exact, physical) < 1e-5).all()
+        rounded = self.operation(self.requantize, **given)
+        assert (relative_errors(rounded, physical) < rounding).all()
+        for vector in self.vectors:
+            assert vector.shape == (EXPERTS,)
+            assert vector.dtype == np.float32
+            assert vector.flags.c_contiguous
+
+
+# --- FP8 ------------------------------------------------------------------------------------------
+
+FP8_PARAMETERS = [
+    *(
+        pytest.param(a, {}, id=a.name)
+        for a in FP8_ACTIVATIONS
+        if a is not ActivationType.SwigluStep
+    ),
+    pytest.param(ActivationType.SwigluStep, {"limit": 7.0}, id="SwigluStep"),
+    pytest.param(ActivationType.SwigluStep, {"limit": 0.5}, id="SwigluStep-limit"),
+]
+
+
+@pytest.mark.parametrize(("activation_type", "parameters"), FP8_PARAMETERS)
+def test_fp8_experts_reproduce_the_model(
+    activation_type: ActivationType, parameters: dict[str, float]
+) -> None:
+    gated = activation_type.is_gated
+    x, w1, w2 = model(gated)
+    q, g = weights.quantize_activations_fp8(x)
+    c = weights.calibrate_intermediate_scale(
+        x, w1, activation_type=activation_type, clamp_limit=parameters.get("limit")
+    )
+    experts = weights.quantize_experts_fp8(
+        w1, w2, activation_type=activation_type, input_scale=g, intermediate_scale=c
+    )
+    assert experts.gemm1_weights.dtype == experts.gemm2_weights.dtype == ml_dtypes.float8_e4m3fn
+    quantized = Quantized(
+        activation_type,
+        raw=(
+            fp8_values(q),
+            fp8_values(unprepare_gemm1_weights(experts.gemm1_weights, gated=gated)),
+            fp8_values(unprepare_gemm2_weights(experts.gemm2_weights)),
+        ),
+        factors=(float(g), inverse_amax(w1, 448), inverse_amax(w2, 448)),
+        vectors=(
+            experts.output1_scales_scalar,
+            experts.output1_scales_gate_scalar,
+            experts.output2_scales_scalar,
+        ),
+        requantize=lambda r, s1: fp8_values(formats.encode_e4m3((s1 * r).astype(np.float32))),
+        activations=FP8_ACTIVATIONS,
+    )
+    for original, raw, factor in zip((x, w1, w2), quantized.raw, quantized.factors, strict=True):
+        assert (relative_errors(raw / factor, original) < 0.04).all()
+    quantized.check(parameters, raw={"limit"}, rounding=0.04)  # E4M3: 2.6% RMS
+
+
+# --- FP4 ------------------------------------------------------------------------------------------
+
+FP4_PARAMETERS = [
+    pytest.param(ActivationType.Swiglu, {}, id="Swiglu"),
+    pytest.param(
+        ActivationType.Swiglu, {"alpha": 1.702, "beta": 1.0, "limit": 0.7}, id="Swiglu-limit"
+    ),
+    pytest.param(ActivationType.Geglu, {}, id="Geglu"),
+    pytest.param(ActivationType.Situ, {"alpha": 1.5, "beta": 0.8, "limit": 0.7}, id="Situ"),
+]
+LAYOUTS = [WeightLayout.MajorK, WeightLayout.BlockMajorK]
+
+
+def fp4_weights(
+    experts: weights.Fp4ExpertWeights, layout: WeightLayout, dequantize: Callable[..., np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Raw values of both matrices in logical order, block scales included."""
+    w1 = unprepare_gemm1_weights(experts.gemm1_weights, weight_layout=layout)
+    w2 = unprepare_gemm2_weights(experts.gemm2_weights, weight_layout=layout)
+    s1 = unprepare_gemm1_scales(experts.gemm1_weights_scale)
+    s2 = unprepare_gemm2_scales(experts.gemm2_weights_scale)
+    return (
+        dequantize(w1, s1.view(np.uint8)).astype(np.float64),
+        dequantize(w2, s2.view(np.uint8)).astype(np.float64),
+    )
+
+
+def fp4_vectors(experts: weights.Fp4ExpertWeights) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return (
+        experts.output1_scale_scalar,
+        experts.output1_scale_gate_scalar,
+        experts.output2_scale_scalar,
+    )
+
+
+def requantize_nvfp4(r: np.ndarray, s1: float) -> np.ndarray:
+    codes, scales = formats.quantize_block_nvfp4(r.astype(np.float32), np.float32(s1))
+    return formats.dequantize_nvfp4(formats.pack_fp4(codes), scales).astype(np.float64)
+
+
+def requantize_mxfp8(r: np.ndarray, _: float) -> np.ndarray:
+    q, scales = formats.quantize_block_mxfp8(r.astype(np.float32))
+    return formats.dequantize_mxfp8(q, scales).astype(np.float64)
+
+
+@pytest.mark.parametrize(("activation_type", "parameters"), FP4_PARAMETERS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_nvfp4_experts_reproduce_the_model(
+    activation_type: ActivationType, parameters: dict[str, float], layout: WeightLayout
+) -> None:
+    x, w1, w2 = model(gated=True)
+    packed, scales, g = weights.quantize_activations_nvfp4(x)
+    calibration = {("clamp_limit" if k == "limit" else k): v for k, v in parameters.items()}
+    c = weights.calibrate_intermediate_scale(
+        x, w1, activation_type=activation_type, number_format="nvfp4", **calibration
+    )
+    experts = weights.quantize_experts_nvfp4(
+        w1,
+        w2,
+        activation_type=activation_type,
+        input_scale=g,
+        intermediate_scale=c,
+        weight_layout=layout,
+        block_major_k_bytes=64,
+    )
+    assert experts.gemm1_weights_scale.dtype == ml_dtypes.float8_e4m3fn
+    quantized = Quantized(
+        activation_type,
+        raw=(
+            formats.dequantize_nvfp4(packed, scales.view(np.uint8)).astype(np.float64),
+            *fp4_weights(experts, layout, formats.dequantize_nvfp4),
+        ),
+        factors=(float(g), inverse_amax(w1, 448 * 6), inverse_amax(w2, 448 * 6)),
+        vectors=fp4_vectors(experts),
+        requantize=requantize_nvfp4,
+        activations=FP4_ACTIVATIONS,
+    )
+    for original, raw, factor in zip((x, w1, w2), quantized.raw, quantized.factors, strict=True):
+        assert (relative_errors(raw / factor, original) < 0.12).all()
+    in_raw_units = {"limit", "beta"} if activation_type is ActivationType.Swiglu else {"limit"}
+    quantized.check(parameters, in_raw_units, rounding=0.12)  # E2M1 in blocks of 16: 9% RMS
+
+
+@pytest.mark.parametrize(("activation_type", "parameters"), FP4_PARAMETERS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_mxfp4_experts_reproduce_the_model(
+    activation_type: ActivationType, parameters: dict[str, float], layout: WeightLayout
+) -> None:
+    x, w1, w2 = model(gated=True)
+    q, scales = weights.quantize_activations_mxfp8(x)
+    experts = weights.quantize_experts_mxfp4(w1, w2, weight_layout=layout, block_major_k_bytes=64)
+    assert experts.gemm1_weights_scale.dtype == ml_dtypes.float8_e8m0fnu
+    quantized = Quantized(
+        activation_type,
+        raw=(
+            formats.dequantize_mxfp8(q.view(np.uint8), scales.view(np.uint8)).astype(np.float64),
+            *fp4_weights(experts, layout, formats.dequantize_mxfp4),
+        ),
+        factors=(1, 1, 1),
+        vectors=fp4_vectors(experts),
+        requantize=requantize_mxfp8,
+        activations=FP4_ACTIVATIONS,
+    )
+    np.testing.assert_array_equal(quantized.vectors, np.ones((3, EXPERTS)))
+    for original, raw in zip((x, w1, w2), quantized.raw, strict=True):
+        assert (relative_errors(raw, original) < 0.16).all()
+    # E4M3 again, but the floor rule of the scale clips the top of a block by up to 1 / 8.
+    quantized.check(parameters, raw={"limit"}, rounding=0.125)
+
+
+# --- both: libraries, dtypes, errors --------------------------------------------------------------
+
+QUANTIZERS = {
+    "fp8": lambda w1, w2, scales: weights.quantize_experts_fp8(
+        w1, w2, activation_type=ActivationType.Situ, **scales
+    ),
+    "nvfp4": lambda w1, w2, scales: weights.quantize_experts_nvfp4(
+        w1, w2, activation_type=ActivationType.Situ, **scales
+    ),
+    "mxfp4": lambda w1, w2, scales: weights.quantize_experts_mxfp4(w1, w2),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAY_KINDS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(QUANTIZERS))
+def test_experts_are_the_same_in_every_library(kind: ArrayKind, dtype: Any, name: str) -> None:
+    _, w1, w2 = model(gated=True, dtype=dtype)
+    scales = {"input_scale": np.float32(3), "intermediate_scale": np.float32([1, 2, 4])}
+    expected = QUANTIZERS[name](w1.astype(np.float32), w2.astype(np.float32), scales)
+    scales = {key: kind.make(value) for key, value in scales.items()}
+    experts = QUANTIZERS[name](kind.make(w1), kind.make(w2), scales)
+    for field in fields(expected):
+        ours, theirs = kind.host(getattr(experts, field.name)), getattr(expected, field.name)
+        assert ours.dtype == theirs.dtype, field.name
+        assert ours.shape == theirs.shape, field.name
+        np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8), field.name)
+
+
+@pytest.mark.parametrize("kind", ARRAY_KINDS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4"])
+def test_hidden_states_are_the_same_in_every_library(
+    kind: ArrayKind, dtype: Any, name: str
+) -> None:
+    x = model(gated=True, dtype=dtype)[0]
+    quantize = getattr(weights, f"quantize_activations_{name}")
+    for ours, theirs in zip(quantize(kind.make(x)), quantize(x.astype(np.float32)), strict=True):
+        on_host = kind.host(ours)
+        assert on_host.dtype == theirs.dtype
+        assert on_host.shape == theirs.shape
+        np.testing.assert_array_equal(
+            np.atleast_1d(on_host).view(np.uint8), np.atleast_1d(theirs).view(np.uint8)
+        )
+
+
+def test_nvfp4_hidden_states_take_a_static_global_scale() -> None:
+    x = model(gated=True)[0]
+    packed, scales, g = weights.quantize_activations_nvfp4(x, 17.0)
+    assert g == np.float32(17)
+    expected = formats.nvfp4_quantize(x, np.float32(17))
+    np.testing.assert_array_equal(packed, expected[0])
+    np.testing.assert_array_equal(scales.view(np.uint8), expected[1])
+
+
+@pytest.mark.parametrize("kind", ARRAY_KINDS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["fp32", "bf16"])
+def test_stacked_projections_are_up_then_gate(kind: ArrayKind, dtype: Any) -> None:
+    up, gate = (a.astype(dtype) for a in np.split(model(gated=True)[1], 2, axis=1))
+    w1 = weights.stack_projections(gate_proj=kind.make(gate), up_proj=kind.make(up))
+    np.testing.assert_array_equal(
+        kind.host(w1).astype(np.float32), np.concatenate([up, gate], axis=1).astype(np.float32)
+    )
+
+
+def test_experts_of_zeros_quantize_to_zeros_with_finite_scales() -> None:
+    zeros = np.zeros((1, 64, 32), np.float32), np.zeros((1, 32, 32), np.float32)
+    scales = {"input_scale": 1.0, "intermediate_scale": 1.0}
+    for quantize in QUANTIZERS.values():
+        experts = quantize(*zeros, scales)
+        for field in fields(experts):
+            value = getattr(experts, field.name)
+            assert np.isfinite(value.astype(np.float32)).all()
+        assert not experts.gemm1_weights.view(np.uint8).any()
+
+
+def fp8(**changes: Any) -> Any:
+    arguments = {
+        "w1": np.zeros((2, 64, 32), np.float32),
+        "w2": np.zeros((2, 32, 32), np.float32),
+        "activation_type": 3,
+        "input_scale": 1.0,
+        "intermediate_scale": 1.0,
+        **changes,
+    }
+    return weights.quantize_experts_fp8(arguments.pop("w1"), arguments.pop("w2"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"activation_type": 5}, ValueError, r"Swiglu \(3\).* got 5"),
+        ({"activation_type": 6}, ValueError, r"w1 must be \(num_experts, intermediate_size"),
+        ({"w1": np.zeros((2, 32, 32), np.float32)}, ValueError, r"2\*intermediate_size"),
+        ({"w1": np.zeros((1, 64, 32), np.float32)}, ValueError, r"got \(1, 64, 32\)"),
+        ({"w1": np.zeros((64, 32), np.float32)}, ValueError, r"got \(64, 32\)"),
+        ({"input_scale": 0.0}, ValueError, "input_scale must be positive"),
+        ({"intermediate_scale": np.float32([1, np.inf])}, ValueError, "intermediate_scale must be"),
+        ({"intermediate_scale": np.ones(3, np.float32)}, ValueError, r"got shape \(3,\)"),
+        ({"w1": "weights"}, TypeError, "w1: expected an array"),
+    ],
+)
+def test_bad_expert_arguments_are_refused(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        fp8(**changes)
+
+
+def test_nvfp4_refuses_activations_without_a_gate() -> None:
+    w1, w2 = np.zeros((1, 64, 32), np.float32), np.zeros((1, 32, 32), np.float32)
+    with pytest.raises(ValueError, match=r"Situ \(10\), got 6"):
+        weights.quantize_experts_nvfp4(
+            w1, w2, activation_type=6, input_scale=1.0, intermediate_scale=1.0
+        )
+
+
+def test_stacking_refuses_different_shapes() -> None:
+    up, gate = np.zeros((1, 4, 8), np.float32), np.zeros((1, 8, 4), np.float32)
+    with pytest.raises(ValueError, match="one shape"):
+        weights.stack_projections(up_proj=up, gate_proj=gate)
+
+
+# --- calibration ----------------------------------------------------------------------------------
+
+
+def swiglu_maxima(x: np.ndarray, w1: np.ndarray) -> np.ndarray:
+    """Largest FC1 output of every token and expert, (T, E)."""
+    h = FP8_ACTIVATIONS[ActivationType.Swiglu](
+        *halves(x.astype(np.float64) @ w1.astype(np.float64).swapaxes(1, 2), True),
+        ActivationScalars(),
+    )
+    return np.abs(h).max(axis=2).T
+
+
+@pytest.mark.parametrize("kind", ARRAY_KINDS)
+@pytest.mark.parametrize(("number_format", "largest"), [("fp8", 448), ("nvfp4", 448 * 6)])
+def test_calibrated_scale_leaves_the_margin(
+    kind: ArrayKind, number_format: Any, largest: float
+) -> None:
+    x, w1, _ = model(gated=True)
+    c = weights.calibrate_intermediate_scale(
+        kind.make(x),
+        kind.make(w1),
+        activation_type=ActivationType.Swiglu,
+        number_format=number_format,
+        margin=4.0,
+    )
+    maxima = swiglu_maxima(x, w1).max(axis=0)
+    np.testing.assert_allclose(kind.host(c), largest / (4 * maxima), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ARRAY_KINDS)
+def test_calibration_follows_the_routing(kind: ArrayKind) -> None:
+    x, w1, _ = model(gated=True)
+    ids = np.full((TOKENS, 2), -1, np.int32)
+    ids[:5, 1] = 0
+    ids[5:, 0] = 2
+    ids[7, 1] = EXPERTS  # somebody else's expert
+    c = weights.calibrate_intermediate_scale(
+        kind.make(x),
+        kind.make(w1),
+        activation_type=ActivationType.Swiglu,
+        topk_ids=kind.make(ids),
+        margin=1.0,
+    )
+    maxima = swiglu_maxima(x, w1)
+    visited = 448 / np.array([maxima[:5, 0].max(), maxima[5:, 2].max()])
+    expected = [visited[0], visited.min(), visited[1]]  # expert 1 sees no token
+    np.testing.assert_allclose(kind.host(c), expected, rtol=1e-4)
+
+
+def test_calibration_of_zeros_is_one() -> None:
+    x, w1 = np.zeros((3, 32), np.float32), np.ones((2, 64, 32), np.float32)
+    c = weights.calibrate_intermediate_scale(x, w1, activation_type=3)
+    np.testing.assert_array_equal(c, [1, 1])
+
+
+def test_calibration_survives_a_saturated_sigmoid(recwarn: pytest.WarningsRecorder) -> None:
+    x, w1 = np.full((1, 32), -1e3, np.float32), np.ones((1, 64, 32), np.float32)
+    c = weights.calibrate_intermediate_scale(x, w1, activation_type=3)
+    assert np.isfinite(c).all()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"margin": 0.5}, "margin must be at least 1, got 0.5"),
+        ({"activation_type": 5}, "fp8 has no activation_type 5"),
+        ({"activation_type": 6, "number_format": "nvfp4"}, "nvfp4 has no activation_type 6"),
+        ({"number_format": "mxfp4"}, "number_format must be"),
+        ({"x": np.zeros((0, 32), np.float32)}, "none of them empty"),
+        ({"x": np.zeros((3, 16), np.float32)}, r"got \(3, 16\)"),
+        ({"w1": np.zeros((2, 63, 32), np.float32)}, r"got .*\(2, 63, 32\)"),
+        ({"topk_ids": np.zeros((4, 2), np.int32)}, r"\(3, top_k\), got int32 of shape \(4, 2\)"),
+        ({"topk_ids": np.zeros((3, 2), np.float32)}, "got float32"),
+        ({"x": np.full((3, 32), np.nan, np.float32)}, "not finite"),
+    ],
+)
+def test_bad_calibration_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
+    arguments = {
+        "x": np.ones((3, 32), np.float32),
+        "w1": np.ones((2, 64, 32), np.float32),
+        "activation_type": 3,
+        **changes,
+    }
+    with pytest.raises(ValueError, match=message):
+        weights.calibrate_intermediate_scale(arguments.pop("x"), arguments.pop("w1"), **arguments)
+
+
+# --- packed routing words -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ARRAY_KINDS)
+@pytest.mark.parametrize(
+    ("expert", "weight", "word"),
+    [
+        (3, 1.0, 0x00033F80),
+        (3, -1.0, 0x0003BF80),  # the sign bit stays in the low half
+        (0, -0.0, 0x00008000),
+        (5, 1 / 3, 0x00053EAB),
+        (5, 0.99999, 0x00053F80),
+        (7, np.nan, 0x00077FC0),
+        (7, -np.inf, 0x0007FF80),
+        (-1, 0.5, 0xFFFF3F00),
+        (-1, -0.5, 0xFFFFBF00),
+        (32767, 0.5, 0x7FFF3F00),
+        (32768, 0.5, 0xFFFF3F00),  # does not fit int16: an unused slot, not another expert
+        (65539, 0.5, 0xFFFF3F00),
+        (-65533, 0.5, 0xFFFF3F00),
+    ],
+)
+def test_packed_words(kind: ArrayKind, expert: int, weight: float, word: int) -> None:
+    ids, values = np.int32([[expert]]), np.float32([[weight]])
+    packed = weights.pack_topk_ids(kind.make(ids), kind.make(values))
+    on_host = kind.host(packed)
+    assert on_host.dtype == np.int32
+    assert on_host.view(np.uint32)[0, 0] == word
+    unpacked, bf16 = (kind.host(part) for part in weights.unpack_topk_ids(packed))
+    assert unpacked.dtype == np.int32
+    assert unpacked[0, 0] == (expert if -(2**15) <= expert < 2**15 else -1)
+    assert bf16.dtype == ml_dtypes.bfloat16
+    assert bf16.view(np.uint16)[0, 0] == word & 0xFFFF
+
+
+@pytest.mark.parametrize("kind", ARRAY_KINDS)
+@pytest.mark.parametrize("id_dtype", [np.int32, np.int64, np.int16], ids=lambda d: d.__name__)
+def test_packing_matches_golden_words(kind: ArrayKind, id_dtype: Any) -> None:
+    golden = np.load(DATA / "fp8_moe.npz")
+    names = [case["name"] for case in json.loads(str(golden["cases"]))["cases"]]
+    packed_cases = [name for name in names if f"{name}/topk_packed_i32" in golden.files]
+    assert packed_cases
+    for name in packed_cases:
+        words = golden[f"{name}/topk_packed_i32"]
+        bits = golden[f"{name}/weights_bf16_u16"]
+        ids = golden[f"{name}/ids_i32"].astype(id_dtype)
+        packed = weights.pack_topk_ids(kind.make(ids), kind.make(bits.view(ml_dtypes.bfloat16)))
+        np.testing.assert_array_equal(kind.host(packed), words)
+        unpacked, bf16 = weights.unpack_topk_ids(kind.make(words))
+        np.testing.assert_array_equal(kind.host(unpacked), ids)
+        np.testing.assert_array_equal(kind.host(bf16).view(np.uint16), bits)
+
+
+def test_every_bf16_weight_survives_packing() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)[None]
+    for expert in (-1, 0, 200):
+        ids = np.full(bits.shape, expert, np.int32)
+        packed = weights.pack_topk_ids(ids, bits.view(ml_dtypes.bfloat16))
+        unpacked, bf16 = weights.unpack_topk_ids(packed)
+        np.testing.assert_array_equal(unpacked, ids)
+        number = ~np.isnan(bf16.astype(np.float32))
+        np.testing.assert_array_equal(bf16.view(np.uint16)[number], bits[number])
+        assert np.isnan(formats.decode_bf16(bits[~number])).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: weights.pack_topk_ids(np.zeros((2, 3)), np.zeros((2, 3))),
+            TypeError,
+            "topk_ids must be integers, got float64",
+        ),
+        (
+            lambda: weights.pack_topk_ids(np.zeros((2, 3), np.int32), np.zeros((3, 2))),
+            ValueError,
+            r"got \(2, 3\) and \(3, 2\)",
+        ),
+        (
+            lambda: weights.pack_topk_ids(np.zeros((2, 3), np.int32), np.zeros((2, 3), np.int32)),
+            TypeError,
+            "topk_weights must be floats, got int32",
+        ),
+        (
+            lambda: weights.unpack_topk_ids(np.zeros((2, 3), np.int64)),
+            TypeError,
+            "int32, got int64",
+        ),
+        (lambda: weights.pack_topk_ids([1], [1.0]), TypeError, "topk_ids: expected an array"),
+    ],
+)
+def test_bad_routing_arguments_are_refused(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()
