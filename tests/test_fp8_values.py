@@ -326,7 +326,11 @@ def test_choices_without_effect_share_a_problem(monkeypatch: pytest.MonkeyPatch)
     ):
         assert problem_of("routed", monkeypatch, **change) == plain
     plain = problem_of("logits", monkeypatch)
-    for change in ({"n_group": 4, "topk_group": 2}, {"routing_bias": bias}):
+    for change in (
+        {"n_group": 4, "topk_group": 2},
+        {"routing_bias": bias},
+        {"norm_topk_prob": False},
+    ):
         assert problem_of("logits", monkeypatch, **change) == plain
 
 

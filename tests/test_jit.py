@@ -77,8 +77,9 @@ def test_unit_is_config_checks_and_source() -> None:
         "  static constexpr cupy_moe::Flavor kFlavor = cupy_moe::Flavor::Plain;\n"
         "};\n\n"
         "#define CUPY_MOE_CHECK_PARAMS(P) \\\n"
-        "  CUPY_MOE_CHECK_FIELD(P, x, cupy_moe::AnyPointer, 0); \\\n"
-        '  static_assert(sizeof(P) == 8, #P " is not of the host\'s size"); \\\n'
+        "  CUPY_MOE_CHECK_FIELD(P, x, cupy_moe::AnyPointer); \\\n"
+        "  static_assert(sizeof(P{.x = {}}) == 8, \\\n"
+        '                #P " is not of the host\'s size"); \\\n'
         "  CUPY_MOE_CHECK_MEMBERS(P, x)\n\n"
         '#include "probe.cu"\n'
     )
@@ -219,6 +220,10 @@ def replaced(name: str, kind: str) -> tuple[tuple[str, str], ...]:
     return tuple((f.name, kind if f.name == name else f.kind) for f in PARAMS.fields)
 
 
+in_field, out_field, *other_fields = replaced("", "")
+PARAMS_SWAPPED = (out_field, in_field, *other_fields)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -231,7 +236,8 @@ def replaced(name: str, kind: str) -> tuple[tuple[str, str], ...]:
         ((*replaced("", ""), ("extra", "i64")), 'has no member "extra"'),
         (replaced("", "")[:-1], "more elements than|number of"),
         (replaced("", "")[:-2], "Params is not of the host's size"),
-        (replaced("", "")[1:], "Params::out is not at the host's offset 0"),
+        (replaced("", "")[1:], "Params is not of the host's size"),
+        (PARAMS_SWAPPED, "out-of-order initializers"),
     ],
 )
 @pytest.mark.usefixtures("nvrtc")

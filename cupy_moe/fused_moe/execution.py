@@ -52,7 +52,7 @@ def _problem(
         routing_method=s.routing_method if from_logits else RoutingMethodType.Unspecified,
         num_groups=s.num_groups if is_grouped else 0,
         topk_group=s.topk_group if is_grouped else 0,
-        norm_topk_prob=s.norm_topk_prob,
+        norm_topk_prob=s.norm_topk_prob or s.routing_method != RoutingMethodType.SigmoidRenorm,
         logits_dtype=logits_dtype,
         bias_dtype=bias_dtype,
     )

@@ -58,10 +58,11 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
         z[j] = bf16(s2[e] * sum_i q[i] * W2[e, j, i])
         out[t, j] = bf16(sum_k w[t, k] * z_k[j])       over the live slots of t
 
-    with FP32 sums and ``s1``, ``sg``, ``s2`` the three scale vectors. ``act`` is, by
-    ``activation_type``:
+    with FP32 sums and ``s1``, ``sg``, ``s2`` the three scale vectors of expert ``e``:
 
     ===  ==========  ==================================================================
+    activation_type  ``act(u, v)``
+    ---------------  ------------------------------------------------------------------
     3    Swiglu      ``s1 * u * silu(sg * v)``
     4    Geglu       ``s1 * u * gelu(sg * v)``, tanh form of GELU
     7    SwigluStep  ``s1 * clamp(u, -L, L) * min(silu(sg * v), L * sg)``
@@ -239,9 +240,11 @@ def trtllm_fp8_per_tensor_scale_moe(
 
     Selects ``top_k`` experts of every token by ``routing_method_type``, ties to the smaller id,
     then computes what `trtllm_fp8_per_tensor_scale_routed_moe` computes for these ids and weights.
-    With ``x`` the logits, ``b`` the bias and ``f`` the scaling factor; weights are BF16:
+    With ``x`` the logits, ``b`` the bias and ``f`` the scaling factor:
 
     ===  ================  =====================  ===========================================
+    routing_method_type    key of the selection   weight, rounded to BF16
+    ---------------------  ---------------------  -------------------------------------------
     0    Default           ``softmax(x)``         ``softmax(x)`` over all experts
     1,4  Renormalize       ``x``                  softmax over the selected logits
     2    DeepSeekV3        ``sigmoid(x) + b``     ``f * sigmoid(x) / sum of the selected``
@@ -253,9 +256,8 @@ def trtllm_fp8_per_tensor_scale_moe(
     9    TopKSigmoid       ``x``                  ``sigmoid(x)``
     ===  ================  =====================  ===========================================
 
-    (method, name, key of the selection, weight). DeepSeekV3 with ``n_group > 1`` selects within
-    the ``topk_group`` groups of consecutive experts whose two largest keys have the largest sums,
-    and rounds the bias to BF16.
+    DeepSeekV3 with ``n_group > 1`` selects within the ``topk_group`` groups of consecutive experts
+    whose two largest keys have the largest sums, and rounds the bias to BF16.
 
     Parameters
     ----------
@@ -321,8 +323,8 @@ def trtllm_fp8_per_tensor_scale_moe(
     `trtllm_fp8_per_tensor_scale_routed_moe`. A token with NaN logits is routed to experts in
     [0, E), which ones is not specified.
 
-    Name and arguments are those of the operation in FlashInfer, which from ``do_finalize`` on takes
-    them in this order in its newest version.
+    Name and arguments are those of the operation in FlashInfer; versions without ``do_finalize``
+    take ``enable_pdl`` at its place, so pass the optional arguments by name.
     """
     check = Checker(_FROM_LOGITS)
     settings = moe_settings(

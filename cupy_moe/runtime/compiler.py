@@ -25,7 +25,7 @@ __all__ = [
     "nvrtc_version",
 ]
 
-OPTIONS = ("-std=c++17", "-default-device")
+OPTIONS = ("-std=c++20", "-default-device")
 """NVRTC options of every kernel, next to architecture and include path."""
 
 _OLDEST_CAPABILITY = (8, 0)

@@ -147,16 +147,18 @@ def render_unit(spec: KernelSpec) -> str:
 def _render(source: str, config: ConfigItems, params: ParamLayout) -> str:
     members = "".join(f"  static constexpr {_member(name, value)};\n" for name, value in config)
     checks = "".join(
-        f"  CUPY_MOE_CHECK_FIELD(P, {field.name}, {field.device_type}, {field.offset}); \\\n"
+        f"  CUPY_MOE_CHECK_FIELD(P, {field.name}, {field.device_type}); \\\n"
         for field in params.fields
     )
     names = ", ".join(field.name for field in params.fields)
+    in_order = ", ".join(f".{field.name} = {{}}" for field in params.fields)
     return (
         '#include "common/params.cuh"\n'
         '#include "common/types.cuh"\n\n'
         f"struct Config {{\n{members}}};\n\n"
         f"#define CUPY_MOE_CHECK_PARAMS(P) \\\n{checks}"
-        f'  static_assert(sizeof(P) == {params.size}, #P " is not of the host\'s size"); \\\n'
+        f"  static_assert(sizeof(P{{{in_order}}}) == {params.size}, \\\n"
+        f'                #P " is not of the host\'s size"); \\\n'
         f"  CUPY_MOE_CHECK_MEMBERS(P, {names})\n\n"
         f'#include "{source}.cu"\n'
     )
