@@ -136,10 +136,29 @@ def _ue8m0_scale(amax: Array, element_max: float, *, round_up: bool) -> Array:
     return scale.astype(np.uint8)
 
 
-def _inverse_ue8m0(scales: Array) -> Array:
-    """Multiplier ``2**(127 - b)``, or 0 for b = 0 (the block is too small to represent)."""
-    xp = get_xp(scales)
-    return xp.where(scales > 0, decode_ue8m0(254 - scales), np.float32(0))
+def _times_ue8m0(blocks: Array, scales: Array) -> Array:
+    """Multiply blocks (..., K/block, block) with ``2**(b - 127)``, NaN for byte 0xFF.
+
+    In two exact steps, since 2**-127 is subnormal and CuPy's kernels would flush it to zero.
+    """
+    exponent = scales.astype(np.int32)[..., None] - 127
+    near = exponent // 2
+    product = blocks * _power_of_two(near) * _power_of_two(exponent - near)
+    return get_xp(scales).where(exponent == 128, np.float32(np.nan), product)
+
+
+def _power_of_two(exponent: Array) -> Array:
+    """FP32 ``2**exponent`` of int32 exponents in the normal range."""
+    return ((exponent + 127) << 23).view(np.float32)
+
+
+def _scale_mx(name: str, values: Array, scales: Array) -> Array:
+    return _merge(_times_ue8m0(_blocks(name, values, MX_BLOCK), scales))
+
+
+def _over_ue8m0(blocks: Array, scales: Array) -> Array:
+    """Divide blocks by ``2**(b - 127)``; 0 for b = 0 (the block is too small to represent)."""
+    return _times_ue8m0(blocks, 254 - scales) * (scales > 0)[..., None]
 
 
 # --- quantizers inside the operations (FC1 output) ------------------------------------------------
@@ -206,7 +225,7 @@ def _quantize_mx(
 ) -> tuple[Array, Array]:
     blocks = _blocks(name, x, MX_BLOCK)
     scales = _ue8m0_scale(_max_magnitude(blocks), element_max, round_up=round_up)
-    return _merge(element.encode(blocks * _inverse_ue8m0(scales)[..., None])), scales
+    return _merge(element.encode(_over_ue8m0(blocks, scales))), scales
 
 
 # --- stand-alone quantizers of inputs and weights -------------------------------------------------
@@ -339,12 +358,12 @@ def dequantize_fp8(q: Array, g: Array) -> Array:
 
 def dequantize_mxfp8(q: Array, scales: Array) -> Array:
     """FP32 values (..., K) of E4M3 codes (..., K) and UE8M0 scales (..., K/32), linear order."""
-    return scale_blocks(decode_e4m3(q), decode_ue8m0(scales))
+    return _scale_mx("dequantize_mxfp8", decode_e4m3(q), scales)
 
 
 def dequantize_mxfp4(packed: Array, scales: Array) -> Array:
     """FP32 values (..., K) of packed E2M1 (..., K/2) and UE8M0 scales (..., K/32), linear order."""
-    return scale_blocks(decode_e2m1(unpack_fp4(packed)), decode_ue8m0(scales))
+    return _scale_mx("dequantize_mxfp4", decode_e2m1(unpack_fp4(packed)), scales)
 
 
 def dequantize_nvfp4(packed: Array, scales: Array, global_scale: Array = 1.0) -> Array:

@@ -26,7 +26,12 @@ from cupy_moe.plan import (
     plan_moe,
 )
 from cupy_moe.runtime.arrays import ArrayRef
-from cupy_moe.runtime.devices import compute_capability, device_guard, sm_count
+from cupy_moe.runtime.devices import (
+    compute_capability,
+    device_guard,
+    sm_count,
+    stream_is_capturing,
+)
 from cupy_moe.runtime.jit import Function, arch_for, load
 from cupy_moe.runtime.scratch import allocate
 
@@ -91,12 +96,14 @@ def _prepare(problem: MoeProblem, device: int, capturing: bool, arch: str | None
 class _Buffers:
     """Addresses of a call's buffers: scratch by name, and what the caller receives."""
 
-    def __init__(self, problem: MoeProblem, operands: MoeOperands, plan: MoePlan) -> None:
+    def __init__(
+        self, problem: MoeProblem, operands: MoeOperands, plan: MoePlan, capturing: bool
+    ) -> None:
         like = operands.hidden_states
         framework, device = like.framework, like.device
         workspace = operands.workspace_buffer
         if workspace is None or workspace.nbytes < plan.scratch.num_bytes:
-            workspace = allocate(framework, plan.scratch.num_bytes, device)
+            workspace = allocate(framework, plan.scratch.num_bytes, device, capturing=capturing)
         self._scratch = workspace  # keeps the memory until the launches are enqueued
         self._offsets = plan.scratch.offsets
         self.result = MoeResult()
@@ -149,9 +156,9 @@ def run_moe(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
     framework, device = hidden.framework, hidden.device
     with device_guard(device):
         stream = framework.current_stream(device)
-        capturing = framework.is_capturing(device)
+        capturing = stream_is_capturing(stream)
         kernels = _prepare(problem, device, capturing, _arch_override.get())
-        buffers = _Buffers(problem, operands, kernels.plan)
+        buffers = _Buffers(problem, operands, kernels.plan, capturing)
         pdl = operands.enable_pdl is not False
         pdl = pdl and compute_capability(device) >= _FIRST_PDL_CAPABILITY
         _enqueue(problem, operands, kernels, buffers, stream, pdl)

@@ -7,7 +7,7 @@ the given sizes, so that a captured CUDA graph replays with any routing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -74,6 +74,16 @@ class MoeProblem:
     norm_topk_prob: bool
     logits_dtype: str | None
     bias_dtype: str | None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Hash once: every call looks its plan up."""
+        values = (getattr(self, f.name) for f in fields(self) if f.compare)
+        object.__setattr__(self, "_hash", hash(tuple(values)))
+
+    def __hash__(self) -> int:
+        """Hash of all sizes and choices."""
+        return self._hash
 
     @property
     def num_slots(self) -> int:

@@ -31,6 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args, Console(highlight=False)))
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, ValueError) as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
         return 1

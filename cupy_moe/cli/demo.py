@@ -22,6 +22,7 @@ from cupy_moe import weights
 from cupy_moe.fused_moe import trtllm_fp8_per_tensor_scale_moe
 from cupy_moe.reference.routing import select_experts
 from cupy_moe.runtime import require_gpu
+from cupy_moe.runtime.compiler import arch_for
 from cupy_moe.runtime.devices import compute_capability
 from cupy_moe.testing.compare import Errors, compare, to_host
 from cupy_moe.testing.inputs import Arguments, Fp8Layer, move_arguments
@@ -111,9 +112,7 @@ def choose_gpu(backend: str, console: Console) -> bool:
         return False
     try:
         require_gpu()
-        capability = compute_capability(0)
-        if capability < (8, 0):
-            raise RuntimeError(f"compute capability {capability[0]}.{capability[1]} is below 8.0")
+        arch_for(compute_capability(0))  # refuses what is too old
     except RuntimeError as error:
         if backend == "gpu":
             raise

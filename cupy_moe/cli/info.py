@@ -42,7 +42,7 @@ def _installed(names: tuple[str, ...], extra: str) -> str:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ", ".join(found) or f"{names[0]}: not installed; pip install "cupy-moe[{extra}]""
+    return ", ".join(found) or f'{names[0]}: not installed; pip install "cupy-moe[{extra}]"'
 
 
 def _value(query: Callable[..., object], *arguments: object) -> str:

@@ -48,6 +48,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """Dtype name -> NumPy dtype of one stored element."""
 
+_ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "float4_e2m1fn_x2"}
 
 
@@ -108,7 +109,7 @@ class ArrayRef:
     @property
     def itemsize(self) -> int:
         """Bytes of one stored element."""
-        return DTYPES[self.dtype].itemsize
+        return _ITEMSIZES[self.dtype]
 
     @property
     def size(self) -> int:
@@ -118,7 +119,7 @@ class ArrayRef:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements, without gaps."""
-        return self.size * self.itemsize
+        return math.prod(self.shape) * _ITEMSIZES[self.dtype]
 
     @property
     def ndim(self) -> int:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from cupy_moe.runtime.array_ref import HOST
-from cupy_moe.runtime.requirements import import_driver, require_gpu
+from cupy_moe.runtime.requirements import import_cupy, import_driver, require_gpu
 
 DriverValue: TypeAlias = Any  # handles and codes of cuda.bindings, an optional package
 
@@ -17,6 +17,7 @@ __all__ = [
     "device_guard",
     "max_shared_memory",
     "sm_count",
+    "stream_is_capturing",
 ]
 
 
@@ -108,3 +109,8 @@ def sm_count(device: int) -> int:
 def max_shared_memory(device: int) -> int:
     """Bytes of shared memory that one block can opt in to."""
     return _attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+
+
+def stream_is_capturing(stream: int) -> bool:
+    """Whether a stream of the current device is being captured into a CUDA graph."""
+    return bool(import_cupy().cuda.runtime.streamIsCapturing(stream))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupy_moe.runtime.array_ref import DTYPES, HOST, Array, ArrayRef, Library, dtype_name
-from cupy_moe.runtime.devices import device_guard
+from cupy_moe.runtime.devices import device_guard, stream_is_capturing
 from cupy_moe.runtime.dlpack import BorrowedView, borrow
 from cupy_moe.runtime.requirements import import_cupy
 
@@ -59,9 +59,8 @@ class Framework(ABC):
         """Whether the library's current stream is being captured into a CUDA graph."""
         if device == HOST:
             return False
-        runtime = import_cupy().cuda.runtime
         with device_guard(device):
-            return bool(runtime.streamIsCapturing(self.current_stream(device)))
+            return stream_is_capturing(self.current_stream(device))
 
     def is_writable(self, ref: ArrayRef) -> bool:
         """Whether the memory may be written."""

@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NewType, TypeAlias
 
 from cupy_moe.runtime.devices import DriverValue, describe_error
@@ -210,6 +210,13 @@ def _launch_config(
     return config
 
 
+@cache
+def _driver_launch() -> tuple[DriverValue, DriverValue]:
+    """The driver's launch call and its code of success, an enumerator."""
+    driver = import_driver()
+    return driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
+
+
 def launch(
     function: Function,
     params: PackedParams,
@@ -250,8 +257,9 @@ def launch(
         If the driver refuses the launch.
     """
     config = _launch_config(grid, block, smem, stream, pdl, cluster)
-    (status,) = import_driver().cuLaunchKernelEx(config, function.handle, params, 0)
-    if status:
+    enqueue, success = _driver_launch()
+    (status,) = enqueue(config, function.handle, params, 0)
+    if status is not success:
         raise RuntimeError(
             f"{function.name}: launch of grid {grid} x {block} threads, {smem} B of shared memory, "
             f"cluster {cluster}, pdl {pdl} on cuda:{function.device} failed: "

@@ -10,7 +10,7 @@ __all__ = ["allocate"]
 _captured: list[ArrayRef] = []
 
 
-def allocate(framework: Framework, num_bytes: int, device: int) -> ArrayRef:
+def allocate(framework: Framework, num_bytes: int, device: int, *, capturing: bool) -> ArrayRef:
     """Uninitialized bytes from the allocator of the caller's library.
 
     Parameters
@@ -21,6 +21,8 @@ def allocate(framework: Framework, num_bytes: int, device: int) -> ArrayRef:
         Size; may be 0.
     device : int
         CUDA ordinal or `HOST`.
+    capturing : bool
+        Whether the library's current stream is being captured into a CUDA graph.
 
     Returns
     -------
@@ -37,6 +39,6 @@ def allocate(framework: Framework, num_bytes: int, device: int) -> ArrayRef:
     kept for the life of the process.
     """
     ref = framework.empty((num_bytes,), "uint8", device)
-    if not isinstance(framework, TorchFramework) and framework.is_capturing(device):
+    if capturing and not isinstance(framework, TorchFramework):
         _captured.append(ref)
     return ref

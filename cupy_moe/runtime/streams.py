@@ -246,5 +246,11 @@ def _split(core: Library, whole: Library, counts: tuple[int, ...]) -> list[list[
     """
     size = math.gcd(*counts)
     groups, _ = whole.split(core.SMResourceOptions(count=(size,) * (sum(counts) // size)))
+    if len(groups) * size < sum(counts):
+        raise ValueError(
+            f"GreenPartitions: sm_counts {counts} need {sum(counts) // size} groups of {size} "
+            f"multiprocessors, and this GPU splits into {len(groups)}; choose counts with a larger "
+            "common divisor or a smaller sum"
+        )
     pieces = iter(groups)
     return [[next(pieces) for _ in range(count // size)] for count in counts]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cupy_moe.codecs import encode_e4m3
 from cupy_moe.formats import Array
-from cupy_moe.runtime.frameworks import CupyFramework, TorchFramework
+from cupy_moe.runtime.arrays import CupyFramework, TorchFramework, to_xp
 from cupy_moe.testing.compare import to_host
 from cupy_moe.types import ActivationType, RoutingMethodType
 from cupy_moe.weights import (
@@ -51,13 +51,14 @@ INTERMEDIATE_SCALE = 16.0
 
 
 def to_library(array: Array, library: str) -> Array:
-    """Move a NumPy or CuPy array (``ml_dtypes`` too) to ``"numpy"``, ``"cupy"`` or ``"torch"``.
+    """Move an array of any library (``ml_dtypes`` too) to ``"numpy"``, ``"cupy"`` or ``"torch"``.
 
     The last two mean CUDA memory; CuPy arrays reach torch without a copy.
     """
     if library == "numpy":
         return to_host(array)
-    on_device = CupyFramework().export(array)
+    view, _ = to_xp(array)
+    on_device = CupyFramework().export(view)
     if library == "cupy":
         return on_device
     import torch

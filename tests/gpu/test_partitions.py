@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 BLOCKS_PER_SM = 16
 SPIN_CYCLES = 2_000_000  # long enough for blocks to spread over every multiprocessor
-SPLITS = [(64, 64), (32, 96), (8, 120), (16, 16, 32)]
+SPLITS = [(64, 64), (32, 96), (8, 112), (16, 16, 32)]
 
 
 @pytest.fixture
@@ -63,6 +63,16 @@ def test_partitions_are_disjoint(counts: tuple[int, ...], in_graph: bool, cupy: 
         for stream in partitions.streams:
             stream.sync()
         assert_disjoint(ids, counts)
+
+
+def test_more_groups_than_the_gpu_splits_into(cupy: Any) -> None:
+    total = cupy.cuda.Device(0).attributes["MultiProcessorCount"]
+    counts = (8, total // 8 * 8 - 8)
+    try:
+        with GreenPartitions(0, counts) as partitions:
+            assert partitions.sm_counts == counts
+    except ValueError as error:
+        assert f"need {sum(counts) // 8} groups of 8" in str(error)
 
 
 def replay_captured(cupy: Any, ids: list[Any], handles: list[int]) -> None:
