@@ -212,7 +212,7 @@ def _launch_config(
 
 @cache
 def _driver_launch() -> tuple[DriverValue, DriverValue]:
-    """The driver's launch call and its code of success, an enumerator."""
+    """Return the driver's launch call and its code of success."""
     driver = import_driver()
     return driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
 

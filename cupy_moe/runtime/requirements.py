@@ -59,7 +59,7 @@ def _import(module: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise RuntimeError(
-            f"cupy_moe needs {package} for arrays in GPU memory: {error}. {_INSTALL}"
+            f"cupy_moe needs {package} for arrays in GPU memory: {_sentence(error)} {_INSTALL}"
         ) from error
 
 
@@ -80,6 +80,10 @@ def require_gpu() -> None:
     import_cupy()
     _require_nvrtc()
     _require_device(import_driver())
+
+
+def _sentence(error: Exception) -> str:
+    return f"{str(error).rstrip('.')}."
 
 
 def _require_single_cupy() -> None:
@@ -109,7 +113,7 @@ def _require_nvrtc() -> None:
             if (version := _installed_version(name))
         )
         raise RuntimeError(
-            f"cupy_moe: NVRTC, which compiles the kernels, cannot be loaded: {error}. "
+            f"cupy_moe: NVRTC, which compiles the kernels, cannot be loaded: {_sentence(error)} "
             f"Found: {found}. NVRTC and CuPy must be of the same CUDA major version. {_INSTALL}"
         ) from error
 
@@ -119,7 +123,7 @@ def _require_device(driver: Library) -> None:
         status, *_ = driver.cuInit(0)
     except Exception as error:  # cuda-bindings reports a missing libcuda by its own types
         raise RuntimeError(
-            f"cupy_moe: the NVIDIA driver is not installed or too old: {error}. "
+            f"cupy_moe: the NVIDIA driver is not installed or too old: {_sentence(error)} "
             "Pass arrays in host memory to run the NumPy reference instead."
         ) from error
     count = 0 if status else driver.cuDeviceGetCount()[1]

@@ -23,14 +23,7 @@ from functools import partial
 
 import numpy as np
 
-from cupy_moe.formats import (
-    Array,
-    as_float32,
-    fp8_quantize,
-    get_xp,
-    mxfp4_quantize,
-    nvfp4_quantize,
-)
+from cupy_moe.formats import Array, as_float32, fp8_quantize, get_xp, mxfp4_quantize, nvfp4_quantize
 from cupy_moe.runtime.arrays import to_xp
 from cupy_moe.types import ActivationType, WeightLayout
 from cupy_moe.weights.activations import nvfp4_tensor_scale
