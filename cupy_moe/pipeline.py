@@ -94,7 +94,7 @@ def _prepare(problem: MoeProblem, device: int, capturing: bool, arch: str | None
 
 
 class _Buffers:
-    """Addresses of a call's buffers: scratch by name, and what the caller receives."""
+    """Buffers of a call: addresses of the scratch by name, and what the caller receives."""
 
     def __init__(
         self, problem: MoeProblem, operands: MoeOperands, plan: MoePlan, capturing: bool
@@ -105,7 +105,8 @@ class _Buffers:
         if workspace is None or workspace.nbytes < plan.scratch.num_bytes:
             workspace = allocate(framework, plan.scratch.num_bytes, device, capturing=capturing)
         self._scratch = workspace  # keeps the memory until the launches are enqueued
-        self._offsets = plan.scratch.offsets
+        base = workspace.ptr
+        self.addresses = {name: base + at for name, at in plan.scratch.offsets.items()}
         self.result = MoeResult()
         if problem.do_finalize:
             shape = (problem.num_tokens, problem.hidden_size)
@@ -121,13 +122,9 @@ class _Buffers:
             (problem.num_tokens, problem.top_k), "bfloat16", device
         )
 
-    def __getitem__(self, name: str) -> int:
-        """Address of a scratch buffer."""
-        return self._scratch.ptr + self._offsets[name]
-
     def result_or_scratch(self, result: ArrayRef | None, name: str) -> int:
         """Address of an array that the caller receives, else of its place in the scratch."""
-        return self[name] if result is None else result.ptr
+        return self.addresses[name] if result is None else result.ptr
 
 
 def run_moe(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
@@ -177,7 +174,7 @@ def _enqueue(
     stream: int,
     pdl: bool,
 ) -> None:
-    plan, result = kernels.plan, buffers.result
+    plan, result, scratch = kernels.plan, buffers.result, buffers.addresses
     to_permuted = buffers.result_or_scratch(
         result.expanded_idx_to_permuted_idx, "expanded_to_permuted"
     )
@@ -190,7 +187,7 @@ def _enqueue(
 
     topk_ids = _address(operands.topk_ids)
     if kernels.route is not None and plan.route is not None:
-        topk_ids = buffers["topk_ids"]
+        topk_ids = scratch["topk_ids"]
         launch_route(
             kernels.route,
             plan.route,
@@ -210,9 +207,9 @@ def _enqueue(
         topk_ids=topk_ids,
         expert_weights=expert_weights if packed else 0,
         expanded_to_permuted=to_permuted,
-        permuted_to_expanded=buffers["permuted_to_expanded"],
-        tile_expert=buffers["tile_expert"],
-        num_n_tiles=buffers["num_n_tiles"],
+        permuted_to_expanded=scratch["permuted_to_expanded"],
+        tile_expert=scratch["tile_expert"],
+        num_n_tiles=scratch["num_n_tiles"],
         num_slots=problem.num_slots,
         local_num_experts=problem.local_num_experts,
         local_expert_offset=problem.local_expert_offset,
@@ -226,14 +223,14 @@ def _enqueue(
         plan.fc1_grid,
         weights=operands.gemm1_weights.ptr,
         tokens=operands.hidden_states.ptr,
-        permuted_to_expanded=buffers["permuted_to_expanded"],
-        tile_expert=buffers["tile_expert"],
-        num_n_tiles=buffers["num_n_tiles"],
+        permuted_to_expanded=scratch["permuted_to_expanded"],
+        tile_expert=scratch["tile_expert"],
+        num_n_tiles=scratch["num_n_tiles"],
         output_scales=operands.output1_scales.ptr,
         gate_scales=operands.output1_gate_scales.ptr,
         clamp_limits=_address(operands.clamp_limit),
         token_scales=expert_weights if problem.scale_input else 0,
-        output=buffers["intermediate"],
+        output=scratch["intermediate"],
         m=problem.fc1_rows,
         k=problem.hidden_size,
         top_k=problem.top_k,
@@ -246,10 +243,10 @@ def _enqueue(
         plan.fc2,
         plan.fc2_grid,
         weights=operands.gemm2_weights.ptr,
-        tokens=buffers["intermediate"],
-        permuted_to_expanded=buffers["permuted_to_expanded"],
-        tile_expert=buffers["tile_expert"],
-        num_n_tiles=buffers["num_n_tiles"],
+        tokens=scratch["intermediate"],
+        permuted_to_expanded=scratch["permuted_to_expanded"],
+        tile_expert=scratch["tile_expert"],
+        num_n_tiles=scratch["num_n_tiles"],
         output_scales=operands.output2_scales.ptr,
         gate_scales=0,
         clamp_limits=0,

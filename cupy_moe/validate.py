@@ -223,8 +223,19 @@ class Checker:
         ValueError
             Another shape or device, gaps between the elements, or a misaligned address.
         """
-        ref = self.describe(name, value)
-        self.require(name, ref, dtypes, shape, symbols, align=align, hint=hint)
+        try:
+            ref = describe(value)
+        except TypeError:
+            ref = self.describe(name, value)  # raises again, with the name
+        # The rules of `require`, spelled out: this is most of a call's host time.
+        if (
+            ref.dtype not in dtypes
+            or ref.shape != shape
+            or ref.device != self.device
+            or ref.strides != contiguous_strides(shape)
+            or ref.ptr % (align or VECTOR_ALIGNMENT)
+        ):
+            self.require(name, ref, dtypes, shape, symbols, align=align, hint=hint)
         return ref
 
     def require(

@@ -170,11 +170,8 @@ class TorchFramework(Framework):
             dtype = self._names[x.dtype]
         except (RuntimeError, KeyError) as error:
             raise self._refusal(x, what) from error
-        if x.is_cuda:
-            device = x.get_device()
-        elif x.is_cpu:
-            device = HOST
-        else:
+        device = x.get_device() if x.is_cuda else HOST
+        if device == HOST and not x.is_cpu:
             raise self._refusal(x, what)
         return ArrayRef(x, ptr, tuple(x.shape), x.stride(), dtype, device, self)
 

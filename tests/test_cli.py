@@ -1,0 +1,59 @@
+"""The command line: what it prints, its exit codes and files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*arguments: str, cache: Path, code: int = 0) -> str:
+    """Run ``python -m cupy_moe`` in a process of its own."""
+    environment = {**os.environ, "CUPY_MOE_CACHE_DIR": str(cache), "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-m", "cupy_moe", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_info_says_what_is_installed(tmp_path: Path) -> None:
+    import numpy as np
+
+    text = run("info", cache=tmp_path)
+    assert f"numpy {np.__version__}" in text
+    assert str(tmp_path) in text
+
+
+def test_demo_compares_with_the_unquantized_layer(tmp_path: Path) -> None:
+    plot = tmp_path / "demo.png"
+    sizes = ("--tokens", "16", "--backend", "cpu")
+    text = run("demo", *sizes, "--plot", str(plot), cache=tmp_path)
+    assert "NumPy reference" in text
+    error = float(text.split("relative L2 error")[1].split()[0])
+    assert 0.01 < error < 0.1  # what two E4M3 roundings of every factor cost
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_refuses_sizes_that_the_layer_cannot_have(tmp_path: Path) -> None:
+    assert "hidden" in run("demo", "--hidden", "100", cache=tmp_path, code=2)
+
+
+def test_precompile_fills_the_cache(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
+    run("precompile", "--arch", "sm_90a", "--kernel", "permute", cache=tmp_path)
+    assert len(list(tmp_path.glob("permute-sm_90a-*.cubin"))) == 2
+
+
+def test_unknown_commands_are_refused(tmp_path: Path) -> None:
+    assert "invalid choice" in run("fly", cache=tmp_path, code=2)
