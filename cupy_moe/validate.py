@@ -330,7 +330,7 @@ class Checker:
             self.refuse(ValueError, name, "be writable", "a read-only array")
         begin, end = ref.ptr, ref.ptr + ref.nbytes
         for other_name, other in others:
-            if other is None or other.ptr >= end:
+            if other is None or other.ptr >= end or begin - other.ptr >= other.nbytes:
                 continue
             other_end = other.ptr + other.nbytes
             if begin < other_end and begin < end and other.ptr < other_end:

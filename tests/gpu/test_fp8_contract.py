@@ -30,7 +30,7 @@ from tests.gpu_evidence import Evidence
 pytestmark = pytest.mark.gpu
 
 HIDDEN = 256
-HOST_TIME_LIMIT_US = 60.0
+HOST_TIME_LIMIT_US = 100.0  # about 60 on an idle host; shared hosts were seen 1.5 times slower
 FIRST_CALL_LIMIT_S = 0.5
 
 
