@@ -38,6 +38,7 @@ REGISTERS_OF_AN_SM = 65536
 TENSOR_CORE = re.compile(r"\bHMMA\.16816\.F32\b")  # mma.sync m16n8k16, FP16 in, FP32 sums
 ASYNC_COPY = re.compile(r"\bLDGSTS\b")  # cp.async
 # Every product flushes under -ftz=true; without it, only the insides of library functions do.
+FLUSH_TO_ZERO = re.compile(r"\b(FMUL|FFMA)\.FTZ\b")
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,12 @@ def test_grouped_gemm_runs_on_tensor_cores_with_async_copies(kernels):
     listings = [k.sass for spec, k in kernels if spec.source == "grouped_gemm" and k.sass]
     assert len(listings) >= 2 * len(TILE_N_CHOICES)
     assert all(TENSOR_CORE.search(sass) and ASYNC_COPY.search(sass) for sass in listings)
+
+
+def test_subnormals_are_kept(kernels):
+    listings = {str(spec): k.sass for spec, k in kernels if k.sass}
+    assert {spec.partition(" ")[0] for spec in listings} == {s.source for s in specializations()}
+    assert [spec for spec, sass in listings.items() if FLUSH_TO_ZERO.search(sass)] == []
 
 
 def test_specializations_are_distinct():

@@ -116,7 +116,8 @@ def choose_gpu(backend: str, console: Console) -> bool:
     except RuntimeError as error:
         if backend == "gpu":
             raise
-        console.print(f"[yellow]No usable GPU, so the NumPy reference runs:[/] {error}\n")
+        reason = f"No usable GPU, so the NumPy reference runs: {error}\n"
+        console.print(reason, style="yellow", markup=False)  # the reason may name an [extra]
         return False
     return True
 

@@ -30,7 +30,7 @@ from tests.gpu_evidence import Evidence
 pytestmark = pytest.mark.gpu
 
 HIDDEN = 256
-HOST_TIME_LIMIT_US = 100.0  # about 60 on an idle host; shared hosts were seen 1.5 times slower
+HOST_TIME_LIMIT = 16.0  # in launches of a torch kernel: hosts differ and are shared, ratios hold
 FIRST_CALL_LIMIT_S = 0.5
 
 
@@ -266,10 +266,30 @@ def test_host_time_of_a_call(library: str, evidence: Evidence) -> None:
             routed_moe(**arguments, output=output)
         batches.append((time.perf_counter() - start) / calls * 1e6)
     synchronize()
-    row = {"us_min": min(batches), "us_median": float(np.median(batches)), "calls": calls}
+    row = {
+        "us_min": min(batches),
+        "us_median": float(np.median(batches)),
+        "us_of_a_torch_launch": us_of_a_torch_launch(),
+        "calls": calls,
+    }
     evidence.benchmark(f"host time of a call/{library}", row)
     if library == "torch":
-        assert row["us_min"] <= HOST_TIME_LIMIT_US
+        assert row["us_min"] <= HOST_TIME_LIMIT * row["us_of_a_torch_launch"]
+
+
+def us_of_a_torch_launch() -> float:
+    """Host time of torch's cheapest kernel, best of 15 batches: how fast this host is now."""
+    import torch
+
+    number, batches = torch.zeros(1, device="cuda"), []
+    for _ in range(15):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            number.add_(1)
+        batches.append((time.perf_counter() - start) / 200 * 1e6)
+    torch.cuda.synchronize()
+    return min(batches)
 
 
 FIRST_CALL = """
