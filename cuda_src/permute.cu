@@ -19,7 +19,7 @@ struct Params {
   i32* permuted_to_expanded;  // [padded rows] slot of the row, or -1 for padding
   i32* tile_expert;           // [token tiles] local expert of each tile
   i32* tile_rows;             // [token tiles] rows in use of each tile, from the first
-  i32* num_n_tiles;           // [1] token tiles in use
+  i32* expert_first_tile;     // [local_num_experts + 1] first token tile, at the end their number
   i32 num_slots;
   i32 local_num_experts;
   i32 local_expert_offset;
@@ -121,7 +121,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     p.tile_expert[tile + i] = expert;
     p.tile_rows[tile + i] = min(p.tile_n, count - i * p.tile_n);
   }
-  if (expert == p.local_num_experts - 1 && thread == 0) *p.num_n_tiles = tile + num_tiles;
+  if (thread == 0) {
+    p.expert_first_tile[expert] = tile;
+    if (expert == p.local_num_experts - 1) p.expert_first_tile[expert + 1] = tile + num_tiles;
+  }
 
   const i32 first_row = tile * p.tile_n;
   for (i32 i = count + thread; i < num_tiles * p.tile_n; i += kNumThreads) {

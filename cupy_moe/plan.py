@@ -264,7 +264,7 @@ def _scratch_buffers(problem: MoeProblem, capacity: int, token_tiles: int) -> li
         ("permuted_to_expanded", 4 * capacity),
         ("tile_expert", 4 * token_tiles),
         ("tile_rows", 4 * token_tiles),
-        ("num_n_tiles", 4),
+        ("expert_first_tile", 4 * (problem.local_num_experts + 1)),
         ("intermediate", capacity * problem.intermediate_size),
     ]
     if problem.routing_source is RoutingSource.Logits:

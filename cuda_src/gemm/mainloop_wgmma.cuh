@@ -128,23 +128,22 @@ struct MainloopWgmma {
     Ring ring, announced;
     i32 in_flight = 0;
     while (scheduler.advance(tile)) {
-      i32 sources[ceil_div(kPasses, 8)];
+      u32 source[kPasses];  // past the rows in use, the last of them again
 #pragma unroll
-      for (i32 i = 0; i < ceil_div(kPasses, 8); ++i) {
-        const i32 r = 4 * warp + kRowsAtOnce * (8 * i + lane / 4) + lane % 4;
-        sources[i] = r < tile.num_rows ? source_row<Config>(p, tile.first_row + r) : -1;
+      for (i32 i = 0; i < kPasses; ++i) {
+        const i32 r = min(row + i * kRowsAtOnce, tile.num_rows - 1);
+        source[i] = static_cast<u32>(source_row<Config>(p, tile.first_row + r));
       }
       const u8* column = p.tokens + vector * 16;
+      const u32 row_bytes = static_cast<u32>(p.k);
       for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
         ptx::mbarrier_wait_parity(&smem.empty[ring.stage], ring.parity ^ 1);
         u8* tokens = smem.tokens[ring.stage] + offset;
 #pragma unroll
         for (i32 i = 0; i < kPasses; ++i) {
-          const i32 source = __shfl_sync(~0u, sources[i / 8], i % 8 * 4 + lane / 8);
-          if (source >= 0) {
-            ptx::cp_async_cg_16(tokens + i * kRowsAtOnce * kTileBytesK,
-                                column + static_cast<i64>(source) * p.k, true);
-          }
+          if (i * kRowsAtOnce >= tile.num_rows) break;
+          ptx::cp_async_cg_16(tokens + i * kRowsAtOnce * kTileBytesK,
+                              column + static_cast<u64>(source[i]) * row_bytes);
         }
         column += kTileBytesK;
         ptx::cp_async_commit_group();
