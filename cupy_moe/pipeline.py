@@ -59,8 +59,9 @@ def compiled_for(arch: str) -> Iterator[None]:
 
 
 @cache
-def _traits(device: int) -> DeviceTraits:
-    return DeviceTraits(arch=arch_for(compute_capability(device)), num_sms=sm_count(device))
+def _traits(device: int, arch: str | None) -> DeviceTraits:
+    own = arch_for(compute_capability(device))
+    return DeviceTraits(arch=arch or own, num_sms=sm_count(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class _Kernels:
 @lru_cache(maxsize=4096)
 def _prepare(problem: MoeProblem, device: int, capturing: bool, arch: str | None) -> _Kernels:
     """Plan and load; `capturing` is part of the key only to reach the loader's check."""
-    plan = plan_moe(problem, _traits(device))
+    plan = plan_moe(problem, _traits(device, arch))
 
     def function(config: RouteConfig | PermuteConfig | GemmConfig | FinalizeConfig) -> Function:
         return load(config.spec(), device, capturing=capturing, arch=arch)
@@ -209,6 +210,7 @@ def _enqueue(
         expanded_to_permuted=to_permuted,
         permuted_to_expanded=scratch["permuted_to_expanded"],
         tile_expert=scratch["tile_expert"],
+        tile_rows=scratch["tile_rows"],
         num_n_tiles=scratch["num_n_tiles"],
         num_slots=problem.num_slots,
         local_num_experts=problem.local_num_experts,
