@@ -79,12 +79,12 @@ struct Run {
   }
 };
 
-// Local expert of a slot, or -1. Ids are compared as 32-bit values: no id wraps into the valid
-// range.
+// Local expert of a slot, or -1. The difference modulo 2^32 of any 32-bit id and a local range
+// below 2^31 is smaller than the range only for ids in it: no id wraps into the range.
 __device__ i32 local_expert(const Params& p, i32 word) {
-  const i64 id = Config::kPackedIds ? word >> 16 : word;
-  const i64 local = id - p.local_expert_offset;
-  return local >= 0 && local < p.local_num_experts ? static_cast<i32>(local) : -1;
+  const u32 id = static_cast<u32>(Config::kPackedIds ? word >> 16 : word);
+  const u32 local = id - static_cast<u32>(p.local_expert_offset);
+  return local < static_cast<u32>(p.local_num_experts) ? static_cast<i32>(local) : -1;
 }
 
 // Calls `step(slot, present, word)` for 32 slots at a time, in order and with all lanes.
@@ -260,7 +260,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
 
   publish_counts(p, smem);
   const i32 num_tiles = lay_out_experts(p, smem, at.rank, scan);
-  if constexpr (kClusterSize > 1) ptx::barrier_cluster_arrive();  // has read the other blocks' sums
+  if constexpr (kClusterSize > 1)
+    ptx::barrier_cluster_arrive_relaxed();  // nothing is read any more
   __syncthreads();
 
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.num_n_tiles = num_tiles;

@@ -16,6 +16,15 @@ __device__ __forceinline__ void barrier_cluster_arrive() {
 #endif
 }
 
+// Likewise, but publishes nothing: for memory that the thread has read and that may now go.
+__device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#else
+  __trap();
+#endif
+}
+
 // Every arrival has its wait, and no thread arrives twice in between.
 __device__ __forceinline__ void barrier_cluster_wait() {
 #if __CUDA_ARCH__ >= 900
