@@ -36,7 +36,7 @@ CUPY_MOE_CHECK_PARAMS(Params);
 constexpr i32 kClusterSize = Config::kClusterSize;
 constexpr i32 kNumThreads = Config::kNumThreads;
 constexpr i32 kNumWarps = kNumThreads / 32;
-constexpr i32 kLoadsInFlight = 8;
+constexpr i32 kLoadsInFlight = kNumWarps > 8 ? 8 : 4;  // few warps serve few slots: short code
 constexpr i32 kRowsPerTask = 256;  // of token tiles that a warp describes at once
 
 // Dynamic shared memory, kNumWarps + 3 words an expert.
@@ -153,14 +153,21 @@ __device__ ExpertCount expert_count(const Params& p, const Smem& smem, i32 rank,
   return count;
 }
 
-// Turns the counters of an expert into first rows, warp by warp.
+// Turns the counters of an expert into first rows, warp by warp. Several are read before the first
+// is written, as the compiler cannot know that they are different ones.
 __device__ void assign_rows(const Params& p, const Smem& smem, i32 expert, i32 first_row) {
-#pragma unroll 8
-  for (i32 warp = 0; warp < kNumWarps; ++warp) {
-    i32& rows = smem.warp_rows[warp * p.local_num_experts + expert];
-    const i32 count = rows;
-    rows = first_row;
-    first_row += count;
+  constexpr i32 kBatch = min(8, kNumWarps);
+  static_assert(kNumWarps % kBatch == 0, "whole batches of warps");
+  for (i32 first_warp = 0; first_warp < kNumWarps; first_warp += kBatch) {
+    i32* rows = smem.warp_rows + first_warp * p.local_num_experts + expert;
+    i32 counts[kBatch];
+#pragma unroll
+    for (i32 i = 0; i < kBatch; ++i) counts[i] = rows[i * p.local_num_experts];
+#pragma unroll
+    for (i32 i = 0; i < kBatch; ++i) {
+      rows[i * p.local_num_experts] = first_row;
+      first_row += counts[i];
+    }
   }
 }
 
