@@ -37,7 +37,6 @@ constexpr i32 kClusterSize = Config::kClusterSize;
 constexpr i32 kNumThreads = Config::kNumThreads;
 constexpr i32 kNumWarps = kNumThreads / 32;
 constexpr i32 kLoadsInFlight = kNumWarps > 8 ? 8 : 4;  // few warps serve few slots: short code
-constexpr i32 kRowsPerTask = 256;  // of token tiles that a warp describes at once
 
 // Dynamic shared memory, kNumWarps + 3 words an expert.
 struct Smem {
@@ -203,23 +202,23 @@ __device__ i32 expert_of_tile(const Params& p, const Smem& smem, i32 tile) {
   return low;
 }
 
-// Describes token tiles and marks their padding, several tiles a warp. The last warps, whose runs
-// are the shortest, start.
+// Describes token tiles, one a lane, and marks their padding. All warps of the grid take equal
+// shares of at most 32 tiles; the last warps, whose runs are the shortest, take the first.
 __device__ void write_tiles(const Params& p, const Smem& smem, const Place& at, i32 num_tiles) {
-  const i32 tiles_per_task = max(1, min(32, kRowsPerTask / p.tile_n));
+  const i32 num_warps = kNumWarps * static_cast<i32>(gridDim.x);
+  const i32 share = max(1, min(32, ceil_div(num_tiles, num_warps)));
   const i32 task = (kNumWarps - 1 - at.warp) * static_cast<i32>(gridDim.x) + blockIdx.x;
-  const i32 stride = kNumWarps * static_cast<i32>(gridDim.x) * tiles_per_task;
-  for (i32 first = task * tiles_per_task; first < num_tiles; first += stride) {
+  for (i32 first = task * share; first < num_tiles; first += num_warps * share) {
     const i32 tile = first + at.lane;
-    i32 rows = p.tile_n;  // lanes without a tile have no padding either
-    if (at.lane < tiles_per_task && tile < num_tiles) {
+    i32 rows = p.tile_n;  // lanes without a tile of theirs mark no padding
+    if (at.lane < share && tile < num_tiles) {
       const i32 expert = expert_of_tile(p, smem, tile);
       rows = min(rows, smem.counts[expert] - (tile - smem.first_tiles[expert]) * p.tile_n);
       p.tile_expert[tile] = expert;
       p.tile_rows[tile] = rows;
     }
     if (__all_sync(~0u, rows == p.tile_n)) continue;
-    for (i32 base = 0; base < tiles_per_task * p.tile_n; base += 32) {
+    for (i32 base = 0; base < share * p.tile_n; base += 32) {
       const i32 i = base + at.lane;
       const i32 valid = __shfl_sync(~0u, rows, i / p.tile_n);
       if (i % p.tile_n >= valid) p.permuted_to_expanded[first * p.tile_n + i] = -1;
@@ -267,14 +266,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
 
   publish_counts(p, smem);
   const i32 num_tiles = lay_out_experts(p, smem, at.rank, scan);
-  if constexpr (kClusterSize > 1)
-    ptx::barrier_cluster_arrive_relaxed();  // nothing is read any more
+  // Other blocks' sums have been read. A block stays until its own have been, too.
+  if constexpr (kClusterSize > 1) ptx::barrier_cluster_arrive_relaxed();
   __syncthreads();
 
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.num_n_tiles = num_tiles;
   place_run(p, run, at, warp_rows);
   write_tiles(p, smem, at, num_tiles);
-  if constexpr (kClusterSize > 1) ptx::barrier_cluster_wait();  // own sums outlive their readers
+  if constexpr (kClusterSize > 1) ptx::barrier_cluster_wait();
 }
 
 }  // namespace cupy_moe
