@@ -197,6 +197,12 @@ def test_architectures_that_nvrtc_does_not_know(nvrtc: Any) -> None:
         compile_cubin(ProbeConfig().spec(), "sm_70")
 
 
+@pytest.mark.parametrize("arch", ["hopper", "sm90", "sm_", "compute_80x", ""])
+def test_names_that_are_no_architectures(arch: str) -> None:
+    with pytest.raises(ValueError, match="an architecture is named like sm_80"):
+        compile_cubin(ProbeConfig().spec(), arch)
+
+
 @pytest.mark.usefixtures("nvrtc")
 def test_compile_errors_say_what_where_and_with_which_configuration(cache: Path) -> None:
     spec = ProbeConfig(num_threads=2048).spec()
