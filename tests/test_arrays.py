@@ -226,6 +226,10 @@ def test_foreign_types_that_numpy_cannot_import(name: str, torch: Any) -> None:
     expected = bit_patterns(DTYPES[name])
     carrier = expected.view(np.uint8 if expected.itemsize == 1 else np.int16)
     tensor = torch.from_numpy(carrier.copy()).view(getattr(torch, name)).T
+    try:
+        tensor.__dlpack__()
+    except BufferError as error:  # 8-bit floats up to torch 2.9
+        pytest.skip(f"torch {torch.__version__}: {error}")
     view = to_numpy(describe(Producer(tensor)))
     assert view.dtype == DTYPES[name]
     assert np.array_equal(raw(view), raw(expected.T))
