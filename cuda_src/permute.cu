@@ -18,6 +18,7 @@ struct Params {
   i32* expanded_to_permuted;  // [num_slots] row of the slot, or -1
   i32* permuted_to_expanded;  // [padded rows] slot of the row, or -1 for padding
   i32* tile_expert;           // [token tiles] local expert of each tile
+  i32* tile_rows;             // [token tiles] rows in use of each tile, from the first
   i32* num_n_tiles;           // [1] token tiles in use
   i32 num_slots;
   i32 local_num_experts;
@@ -116,7 +117,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   const i32 tile = first_tile(p, counts, expert, scan);
   const i32 count = counts[expert];
   const i32 num_tiles = ceil_div(count, p.tile_n);
-  for (i32 i = thread; i < num_tiles; i += kNumThreads) p.tile_expert[tile + i] = expert;
+  for (i32 i = thread; i < num_tiles; i += kNumThreads) {
+    p.tile_expert[tile + i] = expert;
+    p.tile_rows[tile + i] = min(p.tile_n, count - i * p.tile_n);
+  }
   if (expert == p.local_num_experts - 1 && thread == 0) *p.num_n_tiles = tile + num_tiles;
 
   const i32 first_row = tile * p.tile_n;

@@ -10,10 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from cupy_moe.kernels.finalize import FinalizeConfig, launch_finalize
-from cupy_moe.kernels.grouped_gemm import GemmConfig, launch_grouped_gemm
+from cupy_moe.kernels.grouped_gemm import (
+    TILE_K,
+    GemmConfig,
+    MainloopKind,
+    launch_grouped_gemm,
+)
 from cupy_moe.kernels.permute import PermuteConfig, launch_permute
 from cupy_moe.kernels.route import RouteConfig, launch_route
 from cupy_moe.plan import (
@@ -23,6 +28,7 @@ from cupy_moe.plan import (
     MoeProblem,
     MoeResult,
     RoutingSource,
+    Tiling,
     plan_moe,
 )
 from cupy_moe.runtime.arrays import ArrayRef
@@ -34,12 +40,14 @@ from cupy_moe.runtime.devices import (
 )
 from cupy_moe.runtime.jit import Function, arch_for, load
 from cupy_moe.runtime.scratch import allocate
+from cupy_moe.runtime.tensor_map import NO_TENSOR_MAP, encode_tensor_map
 
-__all__ = ["compiled_for", "run_moe"]
+__all__ = ["compiled_for", "run_moe", "tiled_as"]
 
 _FIRST_PDL_CAPABILITY = (9, 0)
 
 _arch_override: ContextVar[str | None] = ContextVar("arch_override", default=None)
+_tiling_override: ContextVar[Tiling | None] = ContextVar("tiling_override", default=None)
 
 
 @contextmanager
@@ -58,9 +66,25 @@ def compiled_for(arch: str) -> Iterator[None]:
         _arch_override.reset(token)
 
 
-@cache
-def _traits(device: int) -> DeviceTraits:
-    return DeviceTraits(arch=arch_for(compute_capability(device)), num_sms=sm_count(device))
+@contextmanager
+def tiled_as(tiling: Tiling) -> Iterator[None]:
+    """Use a tiling instead of the plan's choice inside the block, to measure or compare them.
+
+    Parameters
+    ----------
+    tiling : Tiling
+        One of `cupy_moe.plan.tile_candidates`.
+    """
+    token = _tiling_override.set(tiling)
+    try:
+        yield
+    finally:
+        _tiling_override.reset(token)
+
+
+def _traits(device: int, arch: str | None) -> DeviceTraits:
+    arch = arch or arch_for(compute_capability(device))
+    return DeviceTraits(arch=arch, num_sms=sm_count(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +100,11 @@ class _Kernels:
 
 
 @lru_cache(maxsize=4096)
-def _prepare(problem: MoeProblem, device: int, capturing: bool, arch: str | None) -> _Kernels:
+def _prepare(
+    problem: MoeProblem, device: int, capturing: bool, arch: str | None, tiling: Tiling | None
+) -> _Kernels:
     """Plan and load; `capturing` is part of the key only to reach the loader's check."""
-    plan = plan_moe(problem, _traits(device))
+    plan = plan_moe(problem, _traits(device, arch), tiling)
 
     def function(config: RouteConfig | PermuteConfig | GemmConfig | FinalizeConfig) -> Function:
         return load(config.spec(), device, capturing=capturing, arch=arch)
@@ -154,7 +180,9 @@ def run_moe(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
     with device_guard(device):
         stream = framework.current_stream(device)
         capturing = stream_is_capturing(stream)
-        kernels = _prepare(problem, device, capturing, _arch_override.get())
+        kernels = _prepare(
+            problem, device, capturing, _arch_override.get(), _tiling_override.get()
+        )
         buffers = _Buffers(problem, operands, kernels.plan, capturing)
         pdl = operands.enable_pdl is not False
         pdl = pdl and compute_capability(device) >= _FIRST_PDL_CAPABILITY
@@ -164,6 +192,19 @@ def run_moe(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
 
 def _address(ref: ArrayRef | None) -> int:
     return 0 if ref is None else ref.ptr
+
+
+def _weight_map(config: GemmConfig, weights: ArrayRef) -> bytes:
+    """Map of [experts, rows, k] weights: boxes of tile_m rows by one step of K."""
+    if config.mainloop_kind is not MainloopKind.Wgmma:
+        return NO_TENSOR_MAP
+    experts, rows, k = weights.shape
+    return encode_tensor_map(
+        weights.ptr,
+        (TILE_K, rows, k // TILE_K, experts),
+        (k, TILE_K, rows * k),
+        (TILE_K, config.tile_m, 1, 1),
+    )
 
 
 def _enqueue(
@@ -209,6 +250,7 @@ def _enqueue(
         expanded_to_permuted=to_permuted,
         permuted_to_expanded=scratch["permuted_to_expanded"],
         tile_expert=scratch["tile_expert"],
+        tile_rows=scratch["tile_rows"],
         num_n_tiles=scratch["num_n_tiles"],
         num_slots=problem.num_slots,
         local_num_experts=problem.local_num_experts,
@@ -221,10 +263,12 @@ def _enqueue(
         kernels.fc1,
         plan.fc1,
         plan.fc1_grid,
+        weight_map=_weight_map(plan.fc1, operands.gemm1_weights),
         weights=operands.gemm1_weights.ptr,
         tokens=operands.hidden_states.ptr,
         permuted_to_expanded=scratch["permuted_to_expanded"],
         tile_expert=scratch["tile_expert"],
+        tile_rows=scratch["tile_rows"],
         num_n_tiles=scratch["num_n_tiles"],
         output_scales=operands.output1_scales.ptr,
         gate_scales=operands.output1_gate_scales.ptr,
@@ -242,10 +286,12 @@ def _enqueue(
         kernels.fc2,
         plan.fc2,
         plan.fc2_grid,
+        weight_map=_weight_map(plan.fc2, operands.gemm2_weights),
         weights=operands.gemm2_weights.ptr,
         tokens=scratch["intermediate"],
         permuted_to_expanded=scratch["permuted_to_expanded"],
         tile_expert=scratch["tile_expert"],
+        tile_rows=scratch["tile_rows"],
         num_n_tiles=scratch["num_n_tiles"],
         output_scales=operands.output2_scales.ptr,
         gate_scales=0,

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from cupy_moe.kernels.finalize import FinalizeConfig, all_finalize_configs
 from cupy_moe.kernels.grouped_gemm import (
-    TILE_M,
-    TILE_N_CHOICES,
+    TILE_SHAPES,
     GemmConfig,
     GemmStage,
+    MainloopKind,
     all_gemm_configs,
+    mainloop_for,
 )
 from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs
 from cupy_moe.kernels.route import RouteConfig, all_route_configs, route_config
@@ -36,8 +37,10 @@ __all__ = [
     "MoeResult",
     "RoutingSource",
     "ScratchLayout",
+    "Tiling",
     "all_specializations",
     "plan_moe",
+    "tile_candidates",
 ]
 
 # Every scratch buffer starts on its own 256 bytes, as allocators and 16-byte vectors want it.
@@ -154,6 +157,19 @@ class ScratchLayout:
         return cls(offsets, end)
 
 
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Output tiles of the two GEMMs; both share the token tile, as rows are padded once."""
+
+    tile_n: int
+    fc1_tile_m: int
+    fc2_tile_m: int
+
+    def __str__(self) -> str:
+        """Short form for tables: ``128|256 x 64``."""
+        return f"{self.fc1_tile_m}|{self.fc2_tile_m} x {self.tile_n}"
+
+
 @dataclass(frozen=True)
 class MoePlan:
     """Specializations, grids and buffers of one problem on one device."""
@@ -170,10 +186,66 @@ class MoePlan:
     scratch: ScratchLayout
 
 
-def _choose_tile_n(problem: MoeProblem) -> int:
-    """Smallest token tile that holds an expert's average share of the slots."""
-    share = -(-problem.num_slots // problem.num_experts)
-    return next((tile for tile in TILE_N_CHOICES if tile >= share), TILE_N_CHOICES[-1])
+def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
+    """All tilings that divide the problem's weights; any of them gives the same bits."""
+    shapes = TILE_SHAPES[mainloop_for(device.arch)]
+    return [
+        Tiling(tile_n, fc1_tile_m, fc2_tile_m)
+        for fc1_tile_m, tile_n in shapes
+        for fc2_tile_m, other_tile_n in shapes
+        if tile_n == other_tile_n
+        and problem.fc1_rows % fc1_tile_m == 0
+        and problem.hidden_size % fc2_tile_m == 0
+    ]
+
+
+# Largest average number of rows an expert for which a token tile is best: large enough that nearly
+# every expert hit needs one tile, so that its weights are read once. Measured on an H200.
+_WGMMA_SHARES = {8: 2.0, 16: 7.0, 32: 20.0, 64: 40.0}
+
+
+def _choose_tile_n(problem: MoeProblem, kind: MainloopKind) -> int:
+    share = problem.num_slots / problem.num_experts
+    if kind is MainloopKind.Wgmma:
+        return next((tile for tile, most in _WGMMA_SHARES.items() if share <= most), 128)
+    tiles = sorted({tile_n for _, tile_n in TILE_SHAPES[kind]})
+    return next((tile for tile in tiles if tile >= share), tiles[-1])
+
+
+def _expected_token_tiles(problem: MoeProblem, tile_n: int) -> float:
+    """Token tiles of uniform random routing."""
+    hit = 1 - (1 - 1 / problem.num_experts) ** problem.num_slots
+    share = problem.num_slots / problem.num_experts
+    return problem.local_num_experts * max(hit, share / tile_n)
+
+
+def _choose_tile_m(rows: int, token_tiles: float, tile_n: int, num_sms: int) -> int:
+    """Largest tile whose last wave leaves few multiprocessors idle, else the least idle one."""
+    sizes = [m for m, n in TILE_SHAPES[MainloopKind.Wgmma] if n == tile_n and rows % m == 0]
+
+    def busy(tile_m: int) -> float:
+        waves = rows // tile_m * token_tiles / num_sms
+        return waves / -(-waves // 1)
+
+    best = max(busy(m) for m in sizes)
+    return max(m for m in sizes if busy(m) >= best - _TOLERATED_IDLE)
+
+
+_TOLERATED_IDLE = 0.05
+
+
+def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
+    """Tiling for the sizes and the device; a matter of speed only."""
+    kind = mainloop_for(device.arch)
+    tile_n = _choose_tile_n(problem, kind)
+    if kind is MainloopKind.Mma:
+        return Tiling(tile_n, 128, 128)
+    token_tiles = _expected_token_tiles(problem, tile_n)
+    return Tiling(
+        tile_n,
+        _choose_tile_m(problem.fc1_rows, token_tiles, tile_n, device.num_sms),
+        _choose_tile_m(problem.hidden_size, token_tiles, tile_n, device.num_sms),
+    )
 
 
 def max_token_tiles(num_slots: int, local_num_experts: int, tile_n: int) -> int:
@@ -183,7 +255,7 @@ def max_token_tiles(num_slots: int, local_num_experts: int, tile_n: int) -> int:
 
 
 def _persistent_grid(config: GemmConfig, rows: int, token_tiles: int, num_sms: int) -> int:
-    return max(1, min(num_sms * config.min_blocks, rows // TILE_M * token_tiles))
+    return max(1, min(num_sms * config.min_blocks, rows // config.tile_m * token_tiles))
 
 
 def _scratch_buffers(problem: MoeProblem, capacity: int, token_tiles: int) -> list[tuple[str, int]]:
@@ -191,6 +263,7 @@ def _scratch_buffers(problem: MoeProblem, capacity: int, token_tiles: int) -> li
     buffers = [
         ("permuted_to_expanded", 4 * capacity),
         ("tile_expert", 4 * token_tiles),
+        ("tile_rows", 4 * token_tiles),
         ("num_n_tiles", 4),
         ("intermediate", capacity * problem.intermediate_size),
     ]
@@ -205,13 +278,14 @@ def _scratch_buffers(problem: MoeProblem, capacity: int, token_tiles: int) -> li
 
 
 @lru_cache(maxsize=4096)
-def plan_moe(problem: MoeProblem, device: DeviceTraits) -> MoePlan:
-    """Plan one layer of at least one token."""
-    tile_n = _choose_tile_n(problem)
+def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = None) -> MoePlan:
+    """Plan one layer of at least one token, with the given tiling or the best one known."""
+    tiling = tiling or choose_tiling(problem, device)
+    kind, tile_n = mainloop_for(device.arch), tiling.tile_n
     token_tiles = max_token_tiles(problem.num_slots, problem.local_num_experts, tile_n)
     capacity = token_tiles * tile_n
-    fc1 = GemmConfig.make(GemmStage.Fc1, problem.activation, tile_n)
-    fc2 = GemmConfig.make(GemmStage.Fc2, problem.activation, tile_n)
+    fc1 = GemmConfig.make(GemmStage.Fc1, problem.activation, kind, tiling.fc1_tile_m, tile_n)
+    fc2 = GemmConfig.make(GemmStage.Fc2, problem.activation, kind, tiling.fc2_tile_m, tile_n)
     from_logits = problem.routing_source is RoutingSource.Logits
     return MoePlan(
         tile_n=tile_n,
@@ -227,12 +301,12 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits) -> MoePlan:
     )
 
 
-def all_specializations() -> list[KernelSpec]:
-    """Every translation unit any plan can ask for, for ahead-of-time compilation."""
+def all_specializations(arch: str) -> list[KernelSpec]:
+    """Every translation unit any plan for an architecture can ask for."""
     configs: list[RouteConfig | PermuteConfig | GemmConfig | FinalizeConfig] = [
         *all_route_configs(),
         *all_permute_configs(),
-        *all_gemm_configs(),
+        *all_gemm_configs(mainloop_for(arch)),
         *all_finalize_configs(),
     ]
     return [config.spec() for config in configs]

@@ -41,6 +41,9 @@ enum class ActivationType {
 // The two GEMMs of a layer.
 enum class GemmStage { Fc1, Fc2 };
 
+// How the tensor cores are fed: mma.sync everywhere, wgmma on sm_90a.
+enum class MainloopKind { Mma, Wgmma };
+
 __host__ __device__ constexpr bool is_gated(ActivationType activation) {
   return activation == ActivationType::Swiglu || activation == ActivationType::Geglu ||
          activation == ActivationType::SwigluStep || activation == ActivationType::Situ;

@@ -11,18 +11,11 @@
 
 #include "common/types.cuh"
 #include "epilogue/activation.cuh"
+#include "epilogue/scales.cuh"
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
-#include "gemm/smem_plan.cuh"
 
 namespace cupy_moe::epilogue {
-
-// What one expert contributes to every value of a tile.
-struct ExpertScales {
-  float output;  // s1 (FC1) or s2 (FC2)
-  float gate;    // sg, FC1 only
-  float limit;   // clamp limit on raw accumulators, SwigluStep only
-};
 
 // FC1: activation, then saturating E4M3. One byte a feature.
 template <ActivationType kActivation>
@@ -58,44 +51,58 @@ struct ScaleToBf16 {
   }
 };
 
+// One group of threads writes its kGroupRows weight rows of a tile, some columns at a time.
 template <typename Config, typename Mainloop, typename Transform>
 struct TileStore {
-  static constexpr i32 kTileFeatures = Config::kTileM / 32 * Transform::kFeaturesPer32Rows;
-  static constexpr i32 kRowBytes = kTileFeatures * Transform::kElementBytes;
+  static constexpr i32 kFeatures = Mainloop::kGroupRows / 32 * Transform::kFeaturesPer32Rows;
+  static constexpr i32 kRowBytes = kFeatures * Transform::kElementBytes;
   static constexpr i32 kPitch = kRowBytes + 16;  // spreads the rows over the banks
-  using Smem = typename Mainloop::Smem;
+  using Accumulators = typename Mainloop::Accumulators;
+  using Group = typename Mainloop::Group;
   static_assert(kRowBytes % 16 == 0, "rows leave in 16-byte vectors");
-  static_assert(Config::kTileN * kPitch <= Smem::kRingBytes, "the staged tile must fit the ring");
+  static_assert(Mainloop::kGroupColumns * kPitch == Config::kStagingBytes,
+                "the host reserves what is staged");
 
-  // `output` is the tile's first row and feature, `pitch` the bytes of an output row. Padding rows
-  // are not written. The ring must be idle; the caller synchronizes before using it again.
-  __device__ static void run(Smem& smem, const typename Mainloop::Accumulators& acc,
-                             const ExpertScales& scales, u8* output, i64 pitch) {
+  // Fragments [first, first + kStagedFragsN) of every column, transformed, as rows of tokens.
+  __device__ static void stage(const Group& group, const Accumulators& acc, i32 first,
+                               const ExpertScales& scales) {
     const i32 lane = static_cast<i32>(threadIdx.x) % 32;
 #pragma unroll
-    for (i32 n = 0; n < Mainloop::kFragsN; ++n) {
+    for (i32 n = 0; n < Mainloop::kStagedFragsN; ++n) {
 #pragma unroll
       for (i32 c = 0; c < 2; ++c) {
-        const i32 column = Mainloop::warp_column() + 8 * n + 2 * (lane % 4) + c;
-        const float scale = Mainloop::kAccScale * smem.token_scale[column];
-        u8* row = smem.ring + column * kPitch;
+        const i32 column = group.fragment_column(n) + 2 * (lane % 4) + c;
+        const float scale = Mainloop::kAccScale * group.token_scale[8 * first + column];
+        u8* row = group.staging + column * kPitch;
 #pragma unroll
         for (i32 m = 0; m < Mainloop::kFragsM; ++m) {
-          const i32 sixteen = Mainloop::warp_row() / 16 + m;
-          Transform::stage(row, sixteen / 2, sixteen % 2, lane / 4, scale * acc[m][n][c],
-                           scale * acc[m][n][2 + c], scales);
+          const i32 sixteen = group.fragment_row(m) / 16;
+          Transform::stage(row, sixteen / 2, sixteen % 2, lane / 4, scale * acc[m][first + n][c],
+                           scale * acc[m][first + n][2 + c], scales);
         }
       }
     }
-    __syncthreads();
-    constexpr i32 kVectorsPerRow = kRowBytes / 16;
-    for (i32 i = static_cast<i32>(threadIdx.x); i < Config::kTileN * kVectorsPerRow;
-         i += Mainloop::kNumThreads) {
-      const i32 row = i / kVectorsPerRow;
-      const i32 vector = i % kVectorsPerRow;
-      if (smem.token_offset[row] < 0) continue;
-      *reinterpret_cast<uint4*>(output + row * pitch + vector * 16) =
-          *reinterpret_cast<const uint4*>(smem.ring + row * kPitch + vector * 16);
+  }
+
+  // `output` is the group's first row and feature, `pitch` the bytes of an output row. Padding rows
+  // are not written. The staging memory must be idle; the caller synchronizes before its next use.
+  __device__ static void run(const Group& group, const Accumulators& acc,
+                             const ExpertScales& scales, i32 num_rows, u8* output, i64 pitch) {
+#pragma unroll
+    for (i32 first = 0; first < Mainloop::kFragsN; first += Mainloop::kStagedFragsN) {
+      const i32 first_row = first / Mainloop::kStagedFragsN * Mainloop::kGroupColumns;
+      if (first_row >= num_rows) return;
+      if (first > 0) group.sync();
+      stage(group, acc, first, scales);
+      group.sync();
+      constexpr i32 kVectorsPerRow = kRowBytes / 16;
+      const i32 rows = min(num_rows - first_row, Mainloop::kGroupColumns);
+      for (i32 i = group.thread; i < rows * kVectorsPerRow; i += Mainloop::kGroupThreads) {
+        const i32 row = i / kVectorsPerRow;
+        const i32 vector = i % kVectorsPerRow;
+        *reinterpret_cast<uint4*>(output + (first_row + row) * pitch + vector * 16) =
+            *reinterpret_cast<const uint4*>(group.staging + row * kPitch + vector * 16);
+      }
     }
   }
 };

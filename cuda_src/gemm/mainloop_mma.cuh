@@ -7,27 +7,72 @@
 
 #include "common/types.cuh"
 #include "formats/e4m3.cuh"
-#include "gemm/smem_plan.cuh"
+#include "gemm/problem.cuh"
+#include "gemm/scheduler.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/pdl.cuh"
 
 namespace cupy_moe::gemm {
+
+constexpr i32 kChunkBytes = 64;
+constexpr i32 kVectorBytes = 16;
+
+// Place of 16 bytes in a tile of shared memory. A tile is cut along K into chunks of 64 bytes,
+// chunk-major: [chunk][row][64 B]. A quarter warp reads 16 bytes of two neighbouring rows of one
+// chunk, 128 contiguous bytes, so loads have no bank conflicts; odd chunks swap neighbouring rows,
+// so that the 8 vectors of one global row, which lie in two chunks, do not collide when stored.
+template <i32 kRows>
+__device__ __forceinline__ i32 tile_offset(i32 row, i32 chunk, i32 vector) {
+  return (chunk * kRows + (row ^ (chunk & 1))) * kChunkBytes + vector * kVectorBytes;
+}
 
 template <typename Config>
 struct MainloopMma {
   static constexpr i32 kWarpM = Config::kTileM / Config::kWarpsM;
   static constexpr i32 kWarpN = Config::kTileN / Config::kWarpsN;
-  static constexpr i32 kFragsM = kWarpM / 16;
-  static constexpr i32 kFragsN = kWarpN / 8;
   static constexpr i32 kNumChunks = Config::kTileK / kChunkBytes;
   static constexpr i32 kNumThreads = 32 * Config::kWarpsM * Config::kWarpsN;
+  static constexpr i32 kGroupThreads = kNumThreads;
+  static constexpr i32 kGroupRows = Config::kTileM;
+  static constexpr i32 kGroupColumns = Config::kTileN;  // staged at once
+  static constexpr i32 kFragsM = kWarpM / 16;
+  static constexpr i32 kFragsN = kWarpN / 8;
+  static constexpr i32 kStagedFragsN = kFragsN;
   static constexpr float kAccScale =
       1.0f / (formats::kF16FromE4m3Scale * formats::kF16FromE4m3Scale);
   static_assert(kWarpM % 16 == 0 && kWarpN % 8 == 0, "a warp owns whole 16 x 8 fragments");
   static_assert(Config::kTileK % (2 * kChunkBytes) == 0, "rows are copied in pairs of chunks");
+  static_assert(Config::kTileN <= kNumThreads, "one thread loads one row's source");
 
-  using Smem = SmemPlan<Config>;
   using Accumulators = float[kFragsM][kFragsN][4];
+
+  // A ring of stages, each a weight tile and a token tile; the epilogue reuses it.
+  struct Smem {
+    static constexpr i32 kWeightBytes = Config::kTileM * Config::kTileK;
+    static constexpr i32 kStageBytes = kWeightBytes + Config::kTileN * Config::kTileK;
+    static_assert(Config::kStagingBytes <= Config::kNumStages * kStageBytes);
+
+    alignas(128) u8 ring[Config::kNumStages * kStageBytes];
+    i64 token_offset[Config::kTileN];  // first byte of the row's source, -1 for padding
+    float token_scale[Config::kTileN];
+
+    __device__ u8* weights(i32 stage) { return ring + stage * kStageBytes; }
+    __device__ u8* tokens(i32 stage) { return weights(stage) + kWeightBytes; }
+  };
+
+  // The threads that share rows of an epilogue, and their shared memory: the whole block.
+  struct Group {
+    i32 index;
+    i32 thread;
+    u8* staging;
+    const float* token_scale;
+
+    __device__ __forceinline__ void sync() const { __syncthreads(); }
+    // First row and column of a fragment of this warp.
+    __device__ __forceinline__ i32 fragment_row(i32 m) const { return warp_row() + 16 * m; }
+    __device__ __forceinline__ i32 fragment_column(i32 n) const { return warp_column() + 8 * n; }
+  };
 
   // 16 bytes of each of a row's fragment as FP16 pairs: word j of the vector becomes [2j], [2j+1].
   struct RowVector {
@@ -110,17 +155,10 @@ struct MainloopMma {
     }
   }
 
-  // acc[kTileM x kTileN] = weights[kTileM, k] * tokens[kTileN, k]^T. On return the ring is idle and
-  // every thread of the block has passed a barrier after its last read.
-  __device__ static void run(Smem& smem, const u8* weights, const u8* tokens, i32 k,
-                             Accumulators& acc) {
-#pragma unroll
-    for (i32 m = 0; m < kFragsM; ++m)
-#pragma unroll
-      for (i32 n = 0; n < kFragsN; ++n)
-#pragma unroll
-        for (i32 i = 0; i < 4; ++i) acc[m][n][i] = 0.0f;
-
+  // acc += weights[kTileM, k] * tokens[kTileN, k]^T. On return the ring is idle and every thread of
+  // the block has passed a barrier after its last read.
+  __device__ static void multiply(Smem& smem, const u8* weights, const u8* tokens, i32 k,
+                                  Accumulators& acc) {
     const i32 num_steps = k / Config::kTileK;
     constexpr i32 kInFlight = Config::kNumStages - 1;
 #pragma unroll
@@ -145,6 +183,36 @@ struct MainloopMma {
     }
     ptx::cp_async_wait_group<0>();
     __syncthreads();
+  }
+
+  __device__ static void load_row(Smem& smem, const Params& p, const Tile& tile) {
+    const i32 row = static_cast<i32>(threadIdx.x);
+    if (row >= Config::kTileN) return;
+    smem.token_offset[row] = -1;
+    if (row >= tile.num_rows) return;
+    const i32 permuted = tile.first_row + row;
+    smem.token_offset[row] = static_cast<i64>(source_row<Config>(p, permuted)) * p.k;
+    smem.token_scale[row] = load_token_scale<Config>(p, permuted);
+  }
+
+  // Calls epilogue(tile, group, accumulators, scales) for every tile of this block.
+  template <typename Epilogue>
+  __device__ static void for_each_tile(Smem& smem, const Params& p, Epilogue epilogue) {
+    ptx::griddepcontrol_wait();
+    const Group group{0, static_cast<i32>(threadIdx.x), smem.ring, smem.token_scale};
+    TileScheduler<Config> scheduler(p);
+    Tile tile;
+    while (scheduler.advance(tile)) {
+      load_row(smem, p, tile);
+      __syncthreads();
+      const u8* weights =
+          p.weights + (static_cast<i64>(tile.expert) * p.m + tile.m_tile * Config::kTileM) * p.k;
+      Accumulators acc = {};
+      multiply(smem, weights, p.tokens, p.k, acc);
+      epilogue(tile, group, acc, load_scales<Config>(p, tile.expert));
+      __syncthreads();
+    }
+    ptx::griddepcontrol_launch_dependents();
   }
 };
 

@@ -26,14 +26,14 @@ __all__ = ["add_parser"]
 
 
 @cache
-def _specializations() -> list[KernelSpec]:
-    return all_specializations()
+def _specializations(arch: str) -> list[KernelSpec]:
+    return all_specializations(arch)
 
 
 def _compile(index: int, arch: str) -> str | None:
     """Compile in a worker; returns the error, if any, as text."""
     try:
-        cached_image(_specializations()[index], arch)
+        cached_image(_specializations(arch)[index], arch)
     except RuntimeError as error:
         return str(error)
     return None
@@ -59,12 +59,11 @@ def present_architectures() -> list[str]:
 
 
 def _is_stored(index: int, arch: str) -> bool:
-    return cached_cubin_path(_specializations()[index], arch).is_file()
+    return cached_cubin_path(_specializations(arch)[index], arch).is_file()
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; the exit code is 1 if a kernel does not compile or cannot be stored."""
-    specs = [i for i, s in enumerate(_specializations()) if args.kernel in (None, s.source)]
     architectures = args.arch or present_architectures()
     for arch in architectures:
         require_arch(arch)
@@ -79,6 +78,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     errors = []
     with progress:
         for arch in architectures:
+            specs = [
+                index
+                for index, spec in enumerate(_specializations(arch))
+                if args.kernel in (None, spec.source)
+            ]
             task = progress.add_task(arch, total=len(specs))
             for error in _compile_all(arch, specs, args.jobs):
                 progress.advance(task)
@@ -101,7 +105,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--kernel",
-        choices=sorted({spec.source for spec in _specializations()}),
+        choices=sorted({spec.source for spec in _specializations("sm_80")}),
         help="only the specializations of this kernel",
     )
     parser.add_argument(

@@ -1,0 +1,46 @@
+// Barriers in shared memory that count arrivals and the bytes of bulk copies (sm_90 and later).
+#pragma once
+
+#include "common/types.cuh"
+#include "ptx/cp_async.cuh"
+
+namespace cupy_moe::ptx {
+
+__device__ __forceinline__ void mbarrier_init(u64* barrier, i32 num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(cvta_to_shared(barrier)),
+               "r"(num_arrivals)
+               : "memory");
+}
+
+// Makes initialized barriers visible to the copy engine and to the other threads' async copies.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(cvta_to_shared(barrier))
+               : "memory");
+}
+
+// One arrival, which also announces `bytes` that a bulk copy will deliver.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* barrier, i32 bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(cvta_to_shared(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+// Blocks until the phase of the given parity has completed.
+__device__ __forceinline__ void mbarrier_wait_parity(u64* barrier, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "retry:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra retry;\n"
+      "}\n" ::"r"(cvta_to_shared(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace cupy_moe::ptx

@@ -1,0 +1,37 @@
+// Bulk tensor copies from global to shared memory (sm_90 and later).
+#pragma once
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "ptx/cp_async.cuh"
+
+namespace cupy_moe::ptx {
+
+// What a line is worth to the L2 cache after it was read.
+enum class L2Hint : u64 {
+  EvictNormal = 0x1000000000000000,
+  EvictFirst = 0x12F0000000000000,
+};
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies the box at the given coordinates (innermost first); its bytes complete `barrier`.
+__device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, i32 c0,
+                                            i32 c1, i32 c2, i32 c3, L2Hint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(cvta_to_shared(smem)),
+      "l"(map), "r"(cvta_to_shared(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
+      "l"(static_cast<u64>(hint))
+      : "memory");
+}
+
+// Orders this thread's ordinary shared-memory writes before later reads by the copy engine and the
+// tensor cores.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace cupy_moe::ptx

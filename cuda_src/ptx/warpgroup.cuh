@@ -1,0 +1,24 @@
+// Registers and barriers of a warpgroup: four warps, 128 threads (sm_90a).
+#pragma once
+
+#include "common/types.cuh"
+
+namespace cupy_moe::ptx {
+
+// The kernel must be launched with a register cap, and all warps of the group must take part.
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Barrier of `num_threads` threads; id 0 is __syncthreads().
+__device__ __forceinline__ void named_barrier_sync(i32 id, i32 num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+}  // namespace cupy_moe::ptx
