@@ -12,17 +12,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cupy_moe.kernels.finalize import FinalizeConfig, launch_finalize
+from cupy_moe.kernels.expand import launch_expand
+from cupy_moe.kernels.finalize import launch_finalize
 from cupy_moe.kernels.grouped_gemm import (
     TILE_K,
     GemmConfig,
     MainloopKind,
     launch_grouped_gemm,
 )
-from cupy_moe.kernels.permute import PermuteConfig, launch_permute
-from cupy_moe.kernels.route import RouteConfig, launch_route
+from cupy_moe.kernels.permute import launch_permute
+from cupy_moe.kernels.route import launch_route
 from cupy_moe.plan import (
     DeviceTraits,
+    KernelConfig,
     MoeOperands,
     MoePlan,
     MoeProblem,
@@ -94,6 +96,7 @@ class _Kernels:
     plan: MoePlan
     route: Function | None
     permute: Function
+    expand: Function | None
     fc1: Function
     fc2: Function
     finalize: Function | None
@@ -106,13 +109,14 @@ def _prepare(
     """Plan and load; `capturing` is part of the key only to reach the loader's check."""
     plan = plan_moe(problem, _traits(device, arch), tiling)
 
-    def function(config: RouteConfig | PermuteConfig | GemmConfig | FinalizeConfig) -> Function:
+    def function(config: KernelConfig) -> Function:
         return load(config.spec(), device, capturing=capturing, arch=arch)
 
     return _Kernels(
         plan=plan,
         route=function(plan.route) if plan.route else None,
         permute=function(plan.permute),
+        expand=function(plan.expand) if plan.expand else None,
         fc1=function(plan.fc1),
         fc2=function(plan.fc2),
         finalize=function(plan.finalize) if plan.finalize else None,
@@ -180,9 +184,7 @@ def run_moe(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
     with device_guard(device):
         stream = framework.current_stream(device)
         capturing = stream_is_capturing(stream)
-        kernels = _prepare(
-            problem, device, capturing, _arch_override.get(), _tiling_override.get()
-        )
+        kernels = _prepare(problem, device, capturing, _arch_override.get(), _tiling_override.get())
         buffers = _Buffers(problem, operands, kernels.plan, capturing)
         pdl = operands.enable_pdl is not False
         pdl = pdl and compute_capability(device) >= _FIRST_PDL_CAPABILITY
@@ -205,6 +207,13 @@ def _weight_map(config: GemmConfig, weights: ArrayRef) -> bytes:
         (k, TILE_K, rows * k),
         (TILE_K, config.tile_m, 1, 1),
     )
+
+
+def _token_map(config: GemmConfig, address: int, rows: int, k: int) -> bytes:
+    """Map of [rows, k] tokens that are not gathered: boxes of rows by one step of K."""
+    if config.mainloop_kind is not MainloopKind.Wgmma or config.gather_tokens:
+        return NO_TENSOR_MAP
+    return encode_tensor_map(address, (k, rows), (k,), (TILE_K, config.token_box))
 
 
 def _enqueue(
@@ -259,13 +268,32 @@ def _enqueue(
         stream=stream,
         pdl=pdl,
     )
+    tokens = operands.hidden_states.ptr
+    if kernels.expand is not None and plan.expand is not None:
+        # NOTE: the copy is dead when FC2 starts to write, and takes half of its output's bytes.
+        launch_expand(
+            kernels.expand,
+            plan.expand,
+            plan.expand_grid,
+            hidden_states=tokens,
+            permuted_to_expanded=scratch["permuted_to_expanded"],
+            num_n_tiles=scratch["expert_first_tile"] + 4 * problem.local_num_experts,
+            output=gemm2_output,
+            row_bytes=problem.hidden_size,
+            top_k=problem.top_k,
+            tile_n=plan.tile_n,
+            stream=stream,
+            pdl=pdl,
+        )
+        tokens = gemm2_output
     launch_grouped_gemm(
         kernels.fc1,
         plan.fc1,
         plan.fc1_grid,
+        token_map=_token_map(plan.fc1, tokens, plan.capacity, problem.hidden_size),
         weight_map=_weight_map(plan.fc1, operands.gemm1_weights),
         weights=operands.gemm1_weights.ptr,
-        tokens=operands.hidden_states.ptr,
+        tokens=tokens,
         permuted_to_expanded=scratch["permuted_to_expanded"],
         tile_expert=scratch["tile_expert"],
         tile_rows=scratch["tile_rows"],
@@ -287,6 +315,9 @@ def _enqueue(
         kernels.fc2,
         plan.fc2,
         plan.fc2_grid,
+        token_map=_token_map(
+            plan.fc2, scratch["intermediate"], plan.capacity, problem.intermediate_size
+        ),
         weight_map=_weight_map(plan.fc2, operands.gemm2_weights),
         weights=operands.gemm2_weights.ptr,
         tokens=scratch["intermediate"],

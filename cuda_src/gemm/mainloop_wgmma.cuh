@@ -1,6 +1,7 @@
-// Main loop for Hopper (sm_90a): weights by TMA, tokens gathered by cp.async, products by wgmma.
+// Main loop for Hopper (sm_90a): weights by TMA, tokens by TMA or gathered by cp.async, products by
+// wgmma.
 //
-// The last warpgroup fills a ring of stages: its warp 0 copies weight tiles, warps 2 and 3 gather
+// The last warpgroup fills a ring of stages: its warp 0 copies weight tiles, warps 2 and 3 bring
 // token rows. The others multiply; each owns kGroupRows weight rows of the tile, all its tokens and
 // its part of the epilogue. All roles walk the same list of tiles, so the ring never drains between
 // tiles.
@@ -76,7 +77,8 @@ struct MainloopWgmma {
     __device__ __forceinline__ i32 fragment_column(i32 n) const { return 8 * n; }
   };
 
-  static constexpr i32 kTokenWarps = 2;
+  static constexpr i32 kTokenWarps = Config::kGatherTokens ? 2 : 1;  // that announce rows
+  static constexpr i32 kTokenBox = min(Config::kTileN, 32);          // rows of one copy
   static constexpr i32 kConsumerWarps = 4 * kConsumers;
 
   __device__ static void init_barriers(Smem& smem) {
@@ -102,6 +104,25 @@ struct MainloopWgmma {
         ptx::mbarrier_arrive_expect_tx(&smem.full[ring.stage], sizeof(smem.weights[0]));
         ptx::tma_load_4d(smem.weights[ring.stage], &p.weight_map, &smem.full[ring.stage], 0,
                          tile.m_tile * Config::kTileM, step, tile.expert, kHint);
+      }
+    }
+  }
+
+  // Only the boxes with rows in use are copied.
+  __device__ static void copy_tokens(Smem& smem, const Params& p) {
+    TileScheduler<Config> scheduler(p);
+    Tile tile;
+    Ring ring;
+    while (scheduler.advance(tile)) {
+      const i32 num_boxes = ceil_div(tile.num_rows, kTokenBox);
+      for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
+        ptx::mbarrier_wait_parity(&smem.empty[ring.stage], ring.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(&smem.full[ring.stage], num_boxes * kTokenBox * kTileBytesK);
+        for (i32 box = 0; box < num_boxes; ++box) {
+          ptx::tma_load_2d(smem.tokens[ring.stage] + box * kTokenBox * kTileBytesK, &p.token_map,
+                           &smem.full[ring.stage], step * kTileBytesK,
+                           tile.first_row + box * kTokenBox, ptx::L2Hint::EvictNormal);
+        }
       }
     }
   }
@@ -165,93 +186,29 @@ struct MainloopWgmma {
                                   Accumulators& acc) {
     const ptx::Swizzle128Operand weights(smem.weights[0] + group.index * kGroupRows * kTileBytesK);
     const ptx::Swizzle128Operand tokens(smem.tokens[0]);
-    auto issue = [&](float* d, i32 m, bool fresh) {
+    auto issue = [&](float* d, i32 m) {
       const u32 a = ring.stage * sizeof(smem.weights[0]) + m * 64 * kTileBytesK;
       const u32 b = ring.stage * sizeof(smem.tokens[0]);
       ptx::wgmma_fence();
 #pragma unroll
       for (i32 k = 0; k < kTileBytesK; k += 32) {
-        ptx::WgmmaE4m3<kN>::mma(d, weights.descriptor(a + k), tokens.descriptor(b + k),
-                                !fresh || k != 0);
+        ptx::WgmmaE4m3<kN>::mma(d, weights.descriptor(a + k), tokens.descriptor(b + k), k != 0);
       }
       ptx::wgmma_commit_group();
     };
-    auto promote = [&](const float* d, i32 m) {
-#pragma unroll
-      for (i32 i = 0; i < kN / 2; ++i) acc[m][i / 4][i % 4] += d[i];
-    };
-    auto release = [&](i32 stage) {
-      if (group.thread % 32 == 0) ptx::mbarrier_arrive(&smem.empty[stage]);
-    };
-#ifndef VARIANT
-#define VARIANT 0
-#endif
-#if VARIANT == 0 || VARIANT == 1
 #pragma unroll 1
     for (i32 step = 0; step < num_steps; ++step, ring.advance()) {
       ptx::mbarrier_wait_parity(&smem.full[ring.stage], ring.parity);
 #pragma unroll
       for (i32 m = 0; m < kFragsM; ++m) {
         float partial[kN / 2];
-#if VARIANT == 1
-        ptx::named_barrier_sync(4 + group.index, 256);
-#endif
-        issue(partial, m, true);
-#if VARIANT == 1
-        asm volatile("bar.arrive %0, %1;" ::"r"(5 - group.index), "r"(256) : "memory");
-#endif
+        issue(partial, m);
         ptx::wgmma_wait_group<0>();
-        promote(partial, m);
-      }
-      release(ring.stage);
-    }
-#elif VARIANT == 2
-    static_assert(kFragsM == 1);
-    float even[kN / 2], odd[kN / 2];
-    i32 step = 0;
-    i32 previous = ring.stage;
-    auto next = [&]() {
-      previous = ring.stage;
-      ring.advance();
-      ptx::mbarrier_wait_parity(&smem.full[ring.stage], ring.parity);
-    };
-    ptx::mbarrier_wait_parity(&smem.full[ring.stage], ring.parity);
-    issue(even, 0, true);
-#pragma unroll 1
-    while (true) {
-      if (++step == num_steps) {
-        ptx::wgmma_wait_group<0>();
-        promote(even, 0);
-        break;
-      }
-      next();
-      issue(odd, 0, true);
-      ptx::wgmma_wait_group<1>();
-      release(previous);
-      promote(even, 0);
-      if (++step == num_steps) {
-        ptx::wgmma_wait_group<0>();
-        promote(odd, 0);
-        break;
-      }
-      next();
-      issue(even, 0, true);
-      ptx::wgmma_wait_group<1>();
-      release(previous);
-      promote(odd, 0);
-    }
-    release(ring.stage);
-    ring.advance();
-#elif VARIANT == 3
-#pragma unroll 1
-    for (i32 step = 0; step < num_steps; ++step, ring.advance()) {
-      ptx::mbarrier_wait_parity(&smem.full[ring.stage], ring.parity);
 #pragma unroll
-      for (i32 m = 0; m < kFragsM; ++m) issue(&acc[m][0][0], m, step == 0);
-      ptx::wgmma_wait_group<0>();
-      release(ring.stage);
+        for (i32 i = 0; i < kN / 2; ++i) acc[m][i / 4][i % 4] += partial[i];
+      }
+      if (group.thread % 32 == 0) ptx::mbarrier_arrive(&smem.empty[ring.stage]);
     }
-#endif
   }
 
   // The narrowest product that covers the rows in use: padding costs no tensor-core time.
@@ -290,8 +247,9 @@ struct MainloopWgmma {
 
   // Calls epilogue(tile, group, accumulators, scales) for every tile of this block.
   //
-  // FC2 starts to load weights before FC1 has ended: the list of tiles comes from the permutation,
-  // which had ended before FC1 let FC2 start. Only FC1's rows must be waited for.
+  // Unless tokens are gathered, this GEMM follows a kernel that let it start after the permutation
+  // had ended. So the list of tiles is there: weights are loaded at once and only the rows that the
+  // kernel before writes are waited for.
   template <typename Epilogue>
   __device__ static void for_each_tile(Smem& smem, const Params& p, Epilogue epilogue) {
     init_barriers(smem);
@@ -302,16 +260,21 @@ struct MainloopWgmma {
       const i32 producer = warp - kConsumerWarps;
       if (producer == 0 && lane == 0) {
         ptx::prefetch_tensor_map(&p.weight_map);
-        if constexpr (kIsFc1<Config>) ptx::griddepcontrol_wait();
+        if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
         copy_weights(smem, p);
-      } else if (producer >= 4 - kTokenWarps) {
+      } else if (producer >= 2) {
         ptx::griddepcontrol_wait();
         ptx::griddepcontrol_launch_dependents();
-        gather_tokens(smem, p, producer - (4 - kTokenWarps), lane);
+        if constexpr (Config::kGatherTokens) {
+          gather_tokens(smem, p, producer - 2, lane);
+        } else if (producer == 2 && lane == 0) {
+          ptx::fence_proxy_async_global();
+          copy_tokens(smem, p);
+        }
       }
     } else {
       ptx::setmaxnreg_inc<224>();
-      if constexpr (kIsFc1<Config>) ptx::griddepcontrol_wait();
+      if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
       consume(smem, p, warp / 4, epilogue);
     }
   }
