@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(Mainloop::kNumThreads, Config::kMin
   const i64 pitch = static_cast<i64>(p.m / Mainloop::kGroupRows) * Store::kRowBytes;
   Mainloop::for_each_tile(
       *reinterpret_cast<Smem*>(smem_raw), p,
-      [&](const gemm::Tile& tile, const Mainloop::Group& group, const Mainloop::Accumulators& acc,
+      [&](const gemm::Tile& tile, Mainloop::Group& group, const Mainloop::Accumulators& acc,
           const epilogue::ExpertScales& scales) {
         const i32 m_group = tile.m_tile * kGroups + group.index;
         u8* output = p.output + tile.first_row * pitch + m_group * Store::kRowBytes;

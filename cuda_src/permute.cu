@@ -25,6 +25,7 @@ struct Params {
   i32* tile_expert;           // [token tiles] local expert of each tile
   i32* tile_rows;             // [token tiles] rows of each tile before its padding: 1 .. tile_n
   i32* expert_first_tile;     // [local_num_experts + 1] first token tile; at the end their number
+  i32* tile_counters;         // [2] tiles that blocks of FC1 and FC2 have taken: none yet
   i32 num_slots;
   i32 local_num_experts;
   i32 local_expert_offset;
@@ -248,11 +249,12 @@ __device__ void place_run(const Params& p, const Run& run, const Place& at, i32*
   });
 }
 
-__device__ void write_first_tiles(const Params& p, const Smem& smem, i32 num_tiles) {
+__device__ void write_schedule(const Params& p, const Smem& smem, i32 num_tiles) {
   for (i32 e = static_cast<i32>(threadIdx.x); e < p.local_num_experts; e += kNumThreads) {
     p.expert_first_tile[e] = smem.first_tiles[e];
   }
   if (threadIdx.x == 0) p.expert_first_tile[p.local_num_experts] = num_tiles;
+  if (threadIdx.x < 2) p.tile_counters[threadIdx.x] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
@@ -277,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   if constexpr (kClusterSize > 1) ptx::barrier_cluster_arrive_relaxed();
   __syncthreads();
 
-  if (blockIdx.x == 0) write_first_tiles(p, smem, num_tiles);
+  if (blockIdx.x == 0) write_schedule(p, smem, num_tiles);
   place_run(p, run, at, warp_rows);
   write_tiles(p, smem, at, num_tiles);
   if constexpr (kClusterSize > 1) ptx::barrier_cluster_wait();

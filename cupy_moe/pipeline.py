@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cupy_moe.kernels.expand import launch_expand
 from cupy_moe.kernels.finalize import launch_finalize
 from cupy_moe.kernels.grouped_gemm import (
     TILE_K,
@@ -96,7 +95,6 @@ class _Kernels:
     plan: MoePlan
     route: Function | None
     permute: Function
-    expand: Function | None
     fc1: Function
     fc2: Function
     finalize: Function | None
@@ -116,7 +114,6 @@ def _prepare(
         plan=plan,
         route=function(plan.route) if plan.route else None,
         permute=function(plan.permute),
-        expand=function(plan.expand) if plan.expand else None,
         fc1=function(plan.fc1),
         fc2=function(plan.fc2),
         finalize=function(plan.finalize) if plan.finalize else None,
@@ -210,8 +207,8 @@ def _weight_map(config: GemmConfig, weights: ArrayRef) -> bytes:
 
 
 def _token_map(config: GemmConfig, address: int, rows: int, k: int) -> bytes:
-    """Map of [rows, k] tokens that are not gathered: boxes of rows by one step of K."""
-    if config.mainloop_kind is not MainloopKind.Wgmma or config.gather_tokens:
+    """Map of [rows, k] tokens that are in place: boxes of rows by one step of K."""
+    if config.mainloop_kind is not MainloopKind.Wgmma:
         return NO_TENSOR_MAP
     return encode_tensor_map(address, (k, rows), (k,), (TILE_K, config.token_box))
 
@@ -261,6 +258,7 @@ def _enqueue(
         tile_expert=scratch["tile_expert"],
         tile_rows=scratch["tile_rows"],
         expert_first_tile=scratch["expert_first_tile"],
+        tile_counters=scratch["tile_counters"],
         num_slots=problem.num_slots,
         local_num_experts=problem.local_num_experts,
         local_expert_offset=problem.local_expert_offset,
@@ -268,36 +266,19 @@ def _enqueue(
         stream=stream,
         pdl=pdl,
     )
-    tokens = operands.hidden_states.ptr
-    if kernels.expand is not None and plan.expand is not None:
-        # NOTE: the copy is dead when FC2 starts to write, and takes half of its output's bytes.
-        launch_expand(
-            kernels.expand,
-            plan.expand,
-            plan.expand_grid,
-            hidden_states=tokens,
-            permuted_to_expanded=scratch["permuted_to_expanded"],
-            num_n_tiles=scratch["expert_first_tile"] + 4 * problem.local_num_experts,
-            output=gemm2_output,
-            row_bytes=problem.hidden_size,
-            top_k=problem.top_k,
-            tile_n=plan.tile_n,
-            stream=stream,
-            pdl=pdl,
-        )
-        tokens = gemm2_output
     launch_grouped_gemm(
         kernels.fc1,
         plan.fc1,
         plan.fc1_grid,
-        token_map=_token_map(plan.fc1, tokens, plan.capacity, problem.hidden_size),
+        token_map=NO_TENSOR_MAP,
         weight_map=_weight_map(plan.fc1, operands.gemm1_weights),
         weights=operands.gemm1_weights.ptr,
-        tokens=tokens,
+        tokens=operands.hidden_states.ptr,
         permuted_to_expanded=scratch["permuted_to_expanded"],
         tile_expert=scratch["tile_expert"],
         tile_rows=scratch["tile_rows"],
         expert_first_tile=scratch["expert_first_tile"],
+        tile_counter=scratch["tile_counters"],
         output_scales=operands.output1_scales.ptr,
         gate_scales=operands.output1_gate_scales.ptr,
         clamp_limits=_address(operands.clamp_limit),
@@ -325,6 +306,7 @@ def _enqueue(
         tile_expert=scratch["tile_expert"],
         tile_rows=scratch["tile_rows"],
         expert_first_tile=scratch["expert_first_tile"],
+        tile_counter=scratch["tile_counters"] + 4,
         output_scales=operands.output2_scales.ptr,
         gate_scales=0,
         clamp_limits=0,

@@ -72,7 +72,7 @@ struct TileStore {
 #pragma unroll
       for (i32 c = 0; c < 2; ++c) {
         const i32 column = group.fragment_column(n) + 2 * (lane % 4) + c;
-        const float scale = Mainloop::kAccScale * group.token_scale[8 * first + column];
+        const float scale = Mainloop::kAccScale * group.row_scale(8 * first + column);
         u8* row = group.staging + column * kPitch;
 #pragma unroll
         for (i32 m = 0; m < Mainloop::kFragsM; ++m) {
@@ -85,24 +85,18 @@ struct TileStore {
   }
 
   // `output` is the group's first row and feature, `pitch` the bytes of an output row. Padding rows
-  // are not written. The staging memory must be idle; the caller synchronizes before its next use.
-  __device__ static void run(const Group& group, const Accumulators& acc,
-                             const ExpertScales& scales, i32 num_rows, u8* output, i64 pitch) {
+  // are not written.
+  __device__ static void run(Group& group, const Accumulators& acc, const ExpertScales& scales,
+                             i32 num_rows, u8* output, i64 pitch) {
 #pragma unroll
     for (i32 first = 0; first < Mainloop::kFragsN; first += Mainloop::kStagedFragsN) {
-      const i32 first_row = first / Mainloop::kStagedFragsN * Mainloop::kGroupColumns;
+      const i32 chunk = first / Mainloop::kStagedFragsN;
+      const i32 first_row = chunk * Mainloop::kGroupColumns;
       if (first_row >= num_rows) return;
-      if (first > 0) group.sync();
+      group.acquire_staging();
       stage(group, acc, first, scales);
-      group.sync();
-      constexpr i32 kVectorsPerRow = kRowBytes / 16;
-      const i32 rows = min(num_rows - first_row, Mainloop::kGroupColumns);
-      for (i32 i = group.thread; i < rows * kVectorsPerRow; i += Mainloop::kGroupThreads) {
-        const i32 row = i / kVectorsPerRow;
-        const i32 vector = i % kVectorsPerRow;
-        *reinterpret_cast<uint4*>(output + (first_row + row) * pitch + vector * 16) =
-            *reinterpret_cast<const uint4*>(group.staging + row * kPitch + vector * 16);
-      }
+      group.template write_rows<kRowBytes, kPitch>(
+          output + first_row * pitch, pitch, min(num_rows - first_row, Mainloop::kGroupColumns));
     }
   }
 };

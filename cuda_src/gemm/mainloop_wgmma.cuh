@@ -3,8 +3,7 @@
 //
 // The last warpgroup fills a ring of stages: its warp 0 copies weight tiles, warps 2 and 3 bring
 // token rows. The others multiply; each owns kGroupRows weight rows of the tile, all its tokens and
-// its part of the epilogue. All roles walk the same list of tiles, so the ring never drains between
-// tiles.
+// its part of the epilogue. The ring never drains between tiles.
 //
 // The tensor cores keep fewer bits than FP32 between products. Every 128 of K therefore start from
 // zero and are added to FP32 accumulators.
@@ -40,34 +39,40 @@ struct MainloopWgmma {
 
   using Accumulators = float[kFragsM][kFragsN][4];
 
+  static constexpr i32 kTokenWarps = kIsFc1<Config> ? 2 : 1;
+  static constexpr i32 kConsumerWarps = 4 * kConsumers;
+  static constexpr i32 kTokenBox = min(Config::kTileN, 32);  // rows of one tensor copy
+  static constexpr i32 kScaledRows = kIsFc1<Config> ? Config::kTileN : 1;
+  static_assert(kGroupColumns <= 32, "one warp writes the rows that are staged at once");
+
+  using Ring = RingCursor<kNumStages>;
+  using Queue = TileQueue<kConsumerWarps + kTokenWarps>;
+
   struct Smem {
     alignas(1024) u8 weights[kNumStages][Config::kTileM * kTileBytesK];
     alignas(1024) u8 tokens[kNumStages][Config::kTileN * kTileBytesK];
-    alignas(16) u8 staging[kConsumers][Config::kStagingBytes];
-    float token_scale[kConsumers][Config::kTileN];
+    alignas(16) u8 staging[kConsumers][2][Config::kStagingBytes];
+    float token_scale[kConsumers][kScaledRows];
     alignas(8) u64 full[kNumStages];
     u64 empty[kNumStages];
+    Queue queue;
   };
 
-  // Position in the ring. The parity flips with every lap.
-  struct Ring {
-    i32 stage = 0;
-    u32 parity = 0;
-
-    __device__ __forceinline__ void advance() {
-      if (++stage == kNumStages) {
-        stage = 0;
-        parity ^= 1;
-      }
-    }
-  };
-
-  // The threads that share rows of an epilogue, and their shared memory.
+  // The threads that share rows of an epilogue, and their shared memory. While one half of it is
+  // being written out, the other one is filled.
   struct Group {
     i32 index;
     i32 thread;
+    u8 (&halves)[2][Config::kStagingBytes];
+    float* token_scale;
     u8* staging;
-    const float* token_scale;
+
+    __device__ Group(Smem& smem, i32 index_)
+        : index(index_),
+          thread(static_cast<i32>(threadIdx.x) % kGroupThreads),
+          halves(smem.staging[index_]),
+          token_scale(smem.token_scale[index_]),
+          staging(halves[0]) {}
 
     __device__ __forceinline__ void sync() const {
       ptx::named_barrier_sync(1 + index, kGroupThreads);
@@ -75,11 +80,30 @@ struct MainloopWgmma {
     // First row and column of a fragment of this warp.
     __device__ __forceinline__ i32 fragment_row(i32 m) const { return 64 * m + thread / 32 * 16; }
     __device__ __forceinline__ i32 fragment_column(i32 n) const { return 8 * n; }
-  };
 
-  static constexpr i32 kTokenWarps = Config::kGatherTokens ? 2 : 1;  // that announce rows
-  static constexpr i32 kTokenBox = min(Config::kTileN, 32);          // rows of one copy
-  static constexpr i32 kConsumerWarps = 4 * kConsumers;
+    __device__ __forceinline__ float row_scale(i32 row) const {
+      if constexpr (kIsFc1<Config>) return token_scale[row];
+      return 1.0f;
+    }
+
+    __device__ __forceinline__ void acquire_staging() {
+      staging = staging == halves[0] ? halves[1] : halves[0];
+      if (thread < 32) ptx::bulk_wait_group_read<1>();
+      sync();
+    }
+
+    // Writes rows of kBytes that the group has staged kPitch apart.
+    template <i32 kBytes, i32 kPitch>
+    __device__ __forceinline__ void write_rows(u8* output, i64 pitch, i32 num_rows) const {
+      ptx::fence_proxy_async_shared();
+      sync();
+      if (thread >= 32) return;
+      if (thread < num_rows) {
+        ptx::bulk_store(output + thread * pitch, staging + thread * kPitch, kBytes);
+      }
+      ptx::bulk_commit_group();
+    }
+  };
 
   __device__ static void init_barriers(Smem& smem) {
     if (threadIdx.x == 0) {
@@ -87,6 +111,7 @@ struct MainloopWgmma {
         ptx::mbarrier_init(&smem.full[stage], 1 + kTokenWarps);
         ptx::mbarrier_init(&smem.empty[stage], kConsumerWarps);
       }
+      smem.queue.init();
       ptx::fence_mbarrier_init();
     }
     __syncthreads();
@@ -95,32 +120,40 @@ struct MainloopWgmma {
   __device__ static void copy_weights(Smem& smem, const Params& p) {
     constexpr ptx::L2Hint kHint =
         Config::kStreamWeights ? ptx::L2Hint::EvictFirst : ptx::L2Hint::EvictNormal;
-    TileScheduler<Config> scheduler(p);
+    const TileList<Config> tiles(p);
     Tile tile;
     Ring ring;
-    while (scheduler.advance(tile)) {
+    typename Queue::Cursor queued;
+    u32 index = blockIdx.x;
+    while (true) {
+      smem.queue.push(queued, index);
+      if (!tiles.locate(index, tile)) return;
+      const u32 next = gridDim.x + atomicAdd(p.tile_counter, 1u);
       for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
-        ptx::mbarrier_wait_parity(&smem.empty[ring.stage], ring.parity ^ 1);
-        ptx::mbarrier_arrive_expect_tx(&smem.full[ring.stage], sizeof(smem.weights[0]));
-        ptx::tma_load_4d(smem.weights[ring.stage], &p.weight_map, &smem.full[ring.stage], 0,
+        ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot], sizeof(smem.weights[0]));
+        ptx::tma_load_4d(smem.weights[ring.slot], &p.weight_map, &smem.full[ring.slot], 0,
                          tile.m_tile * Config::kTileM, step, tile.expert, kHint);
       }
+      index = next;
     }
   }
 
   // Only the boxes with rows in use are copied.
-  __device__ static void copy_tokens(Smem& smem, const Params& p) {
-    TileScheduler<Config> scheduler(p);
+  __device__ static void copy_tokens(Smem& smem, const Params& p, i32 lane) {
+    const TileList<Config> tiles(p);
     Tile tile;
     Ring ring;
-    while (scheduler.advance(tile)) {
+    typename Queue::Cursor queued;
+    while (tiles.locate(smem.queue.pop(queued), tile)) {
+      if (lane != 0) continue;
       const i32 num_boxes = ceil_div(tile.num_rows, kTokenBox);
       for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
-        ptx::mbarrier_wait_parity(&smem.empty[ring.stage], ring.parity ^ 1);
-        ptx::mbarrier_arrive_expect_tx(&smem.full[ring.stage], num_boxes * kTokenBox * kTileBytesK);
+        ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot], num_boxes * kTokenBox * kTileBytesK);
         for (i32 box = 0; box < num_boxes; ++box) {
-          ptx::tma_load_2d(smem.tokens[ring.stage] + box * kTokenBox * kTileBytesK, &p.token_map,
-                           &smem.full[ring.stage], step * kTileBytesK,
+          ptx::tma_load_2d(smem.tokens[ring.slot] + box * kTokenBox * kTileBytesK, &p.token_map,
+                           &smem.full[ring.slot], step * kTileBytesK,
                            tile.first_row + box * kTokenBox, ptx::L2Hint::EvictNormal);
         }
       }
@@ -140,15 +173,16 @@ struct MainloopWgmma {
     auto announce = [&](Ring& ring) {
       ptx::fence_proxy_async_shared();
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(&smem.full[ring.stage]);
+      if (lane == 0) ptx::mbarrier_arrive(&smem.full[ring.slot]);
       ring.advance();
     };
 
-    TileScheduler<Config> scheduler(p);
+    const TileList<Config> tiles(p);
     Tile tile;
     Ring ring, announced;
+    typename Queue::Cursor queued;
     i32 in_flight = 0;
-    while (scheduler.advance(tile)) {
+    while (tiles.locate(smem.queue.pop(queued), tile)) {
       u32 source[kPasses];  // past the rows in use, the last of them again
 #pragma unroll
       for (i32 i = 0; i < kPasses; ++i) {
@@ -158,8 +192,8 @@ struct MainloopWgmma {
       const u8* column = p.tokens + vector * 16;
       const u32 row_bytes = static_cast<u32>(p.k);
       for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
-        ptx::mbarrier_wait_parity(&smem.empty[ring.stage], ring.parity ^ 1);
-        u8* tokens = smem.tokens[ring.stage] + offset;
+        ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
+        u8* tokens = smem.tokens[ring.slot] + offset;
 #pragma unroll
         for (i32 i = 0; i < kPasses; ++i) {
           if (i * kRowsAtOnce >= tile.num_rows) break;
@@ -187,8 +221,8 @@ struct MainloopWgmma {
     const ptx::Swizzle128Operand weights(smem.weights[0] + group.index * kGroupRows * kTileBytesK);
     const ptx::Swizzle128Operand tokens(smem.tokens[0]);
     auto issue = [&](float* d, i32 m) {
-      const u32 a = ring.stage * sizeof(smem.weights[0]) + m * 64 * kTileBytesK;
-      const u32 b = ring.stage * sizeof(smem.tokens[0]);
+      const u32 a = ring.slot * sizeof(smem.weights[0]) + m * 64 * kTileBytesK;
+      const u32 b = ring.slot * sizeof(smem.tokens[0]);
       ptx::wgmma_fence();
 #pragma unroll
       for (i32 k = 0; k < kTileBytesK; k += 32) {
@@ -198,7 +232,7 @@ struct MainloopWgmma {
     };
 #pragma unroll 1
     for (i32 step = 0; step < num_steps; ++step, ring.advance()) {
-      ptx::mbarrier_wait_parity(&smem.full[ring.stage], ring.parity);
+      ptx::mbarrier_wait_parity(&smem.full[ring.slot], ring.parity);
 #pragma unroll
       for (i32 m = 0; m < kFragsM; ++m) {
         float partial[kN / 2];
@@ -207,7 +241,7 @@ struct MainloopWgmma {
 #pragma unroll
         for (i32 i = 0; i < kN / 2; ++i) acc[m][i / 4][i % 4] += partial[i];
       }
-      if (group.thread % 32 == 0) ptx::mbarrier_arrive(&smem.empty[ring.stage]);
+      if (group.thread % 32 == 0) ptx::mbarrier_arrive(&smem.empty[ring.slot]);
     }
   }
 
@@ -227,54 +261,53 @@ struct MainloopWgmma {
 
   template <typename Epilogue>
   __device__ static void consume(Smem& smem, const Params& p, i32 index, Epilogue epilogue) {
-    const i32 thread = static_cast<i32>(threadIdx.x) % kGroupThreads;
-    float* token_scale = smem.token_scale[index];
-    const Group group{index, thread, smem.staging[index], token_scale};
-    TileScheduler<Config> scheduler(p);
+    Group group(smem, index);
+    const TileList<Config> tiles(p);
     Tile tile;
     Ring ring;
-    while (scheduler.advance(tile)) {
+    typename Queue::Cursor queued;
+    while (tiles.locate(smem.queue.pop(queued), tile)) {
       const epilogue::ExpertScales scales = load_scales<Config>(p, tile.expert);
-      if (thread < tile.num_rows) {
-        token_scale[thread] = load_token_scale<Config>(p, tile.first_row + thread);
+      if (kIsFc1<Config> && group.thread < tile.num_rows) {
+        group.token_scale[group.thread] =
+            load_token_scale<Config>(p, tile.first_row + group.thread);
       }
       Accumulators acc = {};
       multiply(smem, ring, group, p.k / kTileBytesK, tile.num_rows, acc);
-      group.sync();
       epilogue(tile, group, acc, scales);
     }
+    if (group.thread < 32) ptx::bulk_wait_all();
   }
 
   // Calls epilogue(tile, group, accumulators, scales) for every tile of this block.
   //
-  // Unless tokens are gathered, this GEMM follows a kernel that let it start after the permutation
-  // had ended. So the list of tiles is there: weights are loaded at once and only the rows that the
-  // kernel before writes are waited for.
+  // FC2 starts to load weights before FC1 has ended: the list of tiles comes from the permutation,
+  // which had ended before FC1 let FC2 start. Only FC1's rows must be waited for.
   template <typename Epilogue>
   __device__ static void for_each_tile(Smem& smem, const Params& p, Epilogue epilogue) {
     init_barriers(smem);
     const i32 warp = __shfl_sync(~0u, static_cast<i32>(threadIdx.x) / 32, 0);
     const i32 lane = static_cast<i32>(threadIdx.x) % 32;
     if (warp >= kConsumerWarps) {
-      ptx::setmaxnreg_dec<56>();
+      ptx::setmaxnreg_dec<64>();
       const i32 producer = warp - kConsumerWarps;
       if (producer == 0 && lane == 0) {
         ptx::prefetch_tensor_map(&p.weight_map);
-        if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
+        if constexpr (kIsFc1<Config>) ptx::griddepcontrol_wait();
         copy_weights(smem, p);
-      } else if (producer >= 2) {
+      } else if (producer >= 2 && producer < 2 + kTokenWarps) {
         ptx::griddepcontrol_wait();
         ptx::griddepcontrol_launch_dependents();
-        if constexpr (Config::kGatherTokens) {
+        if constexpr (kIsFc1<Config>) {
           gather_tokens(smem, p, producer - 2, lane);
-        } else if (producer == 2 && lane == 0) {
+        } else {
           ptx::fence_proxy_async_global();
-          copy_tokens(smem, p);
+          copy_tokens(smem, p, lane);
         }
       }
     } else {
-      ptx::setmaxnreg_inc<224>();
-      if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
+      ptx::setmaxnreg_inc<216>();
+      if constexpr (kIsFc1<Config>) ptx::griddepcontrol_wait();
       consume(smem, p, warp / 4, epilogue);
     }
   }

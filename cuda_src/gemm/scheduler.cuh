@@ -1,8 +1,9 @@
-// Which output tiles a block computes: a persistent block walks the tile list in a fixed stride.
+// The list of output tiles, and which of them a persistent block computes.
 #pragma once
 
 #include "common/types.cuh"
 #include "gemm/problem.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace cupy_moe::gemm {
 
@@ -18,35 +19,84 @@ struct Tile {
 // time: neighbours take the same weight tile and different token tiles, of which kBand at most, so
 // that their rows stay in L2 while the weight tiles pass by.
 template <typename Config>
-struct TileScheduler {
+struct TileList {
   static constexpr u32 kBand = 16;
 
   const Params& p;
   u32 num_m_tiles;
   u32 num_tiles;
-  u32 next;
 
-  __device__ explicit TileScheduler(const Params& params)
+  __device__ explicit TileList(const Params& params)
       : p(params),
         num_m_tiles(static_cast<u32>(params.m) / Config::kTileM),
-        num_tiles(num_m_tiles * static_cast<u32>(p.expert_first_tile[p.local_num_experts])),
-        next(blockIdx.x) {}
+        num_tiles(num_m_tiles * static_cast<u32>(p.expert_first_tile[p.local_num_experts])) {}
 
-  __device__ bool advance(Tile& tile) {
-    if (next >= num_tiles) return false;
-    tile.expert = p.tile_expert[next / num_m_tiles];
+  // False past the end of the list.
+  __device__ bool locate(u32 index, Tile& tile) const {
+    if (index >= num_tiles) return false;
+    tile.expert = p.tile_expert[index / num_m_tiles];
     const u32 first = static_cast<u32>(p.expert_first_tile[tile.expert]);
     const u32 count = static_cast<u32>(p.expert_first_tile[tile.expert + 1]) - first;
-    const u32 index = next - first * num_m_tiles;
-    const u32 band = index / (kBand * num_m_tiles) * kBand;
+    const u32 in_expert = index - first * num_m_tiles;
+    const u32 band = in_expert / (kBand * num_m_tiles) * kBand;
     const u32 width = min(kBand, count - band);
-    const u32 in_band = index - band * num_m_tiles;
+    const u32 in_band = in_expert - band * num_m_tiles;
     tile.m_tile = static_cast<i32>(in_band / width);
     tile.n_tile = static_cast<i32>(first + band + in_band % width);
     tile.first_row = tile.n_tile * Config::kTileN;
     tile.num_rows = p.tile_rows[tile.n_tile];
-    next += gridDim.x;
     return true;
+  }
+};
+
+// Position in a ring of slots in shared memory. The parity flips with every lap.
+template <i32 kSlots>
+struct RingCursor {
+  i32 slot = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Hands the tiles that a block takes from the list to all roles of the block, in order. Blocks take
+// tiles as they get free, since tiles differ in rows in use and therefore in time.
+template <i32 kReadingWarps>
+struct TileQueue {
+  static constexpr i32 kDepth = 4;
+  using Cursor = RingCursor<kDepth>;
+
+  u64 full[kDepth];
+  u64 empty[kDepth];
+  u32 index[kDepth];
+
+  __device__ void init() {
+    for (i32 i = 0; i < kDepth; ++i) {
+      ptx::mbarrier_init(&full[i], 1);
+      ptx::mbarrier_init(&empty[i], kReadingWarps);
+    }
+  }
+
+  // By one thread. An index past the end of the list tells the readers to stop.
+  __device__ void push(Cursor& at, u32 tile_index) {
+    ptx::mbarrier_wait_parity(&empty[at.slot], at.parity ^ 1);
+    index[at.slot] = tile_index;
+    ptx::mbarrier_arrive(&full[at.slot]);
+    at.advance();
+  }
+
+  // By whole warps, kReadingWarps in all.
+  __device__ u32 pop(Cursor& at) {
+    ptx::mbarrier_wait_parity(&full[at.slot], at.parity);
+    const u32 tile_index = index[at.slot];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty[at.slot]);
+    at.advance();
+    return tile_index;
   }
 };
 

@@ -22,7 +22,6 @@ __all__ = [
     "GemmStage",
     "MainloopKind",
     "all_gemm_configs",
-    "gather_choices",
     "launch_grouped_gemm",
     "mainloop_for",
 ]
@@ -36,6 +35,7 @@ PARAMS = ParamLayout(
     ("tile_expert", "ptr"),
     ("tile_rows", "ptr"),
     ("expert_first_tile", "ptr"),
+    ("tile_counter", "ptr"),
     ("output_scales", "ptr"),
     ("gate_scales", "ptr"),
     ("clamp_limits", "ptr"),
@@ -90,6 +90,7 @@ TILE_SHAPES = {
 # serves every architecture, and two such blocks fit an SM of sm_90 and sm_100.
 _SMEM_LIMIT = {MainloopKind.Mma: 99 * 1024, MainloopKind.Wgmma: 227 * 1024}
 _MAX_STAGES = {MainloopKind.Mma: 5, MainloopKind.Wgmma: 24}
+_TILE_QUEUE_DEPTH = 4  # kDepth of gemm::TileQueue
 _SMEM_ALIGNMENT = {MainloopKind.Mma: 128, MainloopKind.Wgmma: 1024}
 
 
@@ -113,7 +114,6 @@ class GemmConfig:
     warps_n: int
     num_threads: int
     min_blocks: int
-    gather_tokens: bool  # by permuted_to_expanded; else rows are in place
     stream_weights: bool  # weights leave the L2 cache first
     staging_bytes: int  # of one group of threads that shares output rows
     smem_bytes: int
@@ -126,8 +126,6 @@ class GemmConfig:
         kind: MainloopKind,
         tile_m: int,
         tile_n: int,
-        *,
-        gather_tokens: bool,
     ) -> GemmConfig:
         """Fill in what follows from the tile; FC2 has no activation of its own."""
         if (tile_m, tile_n) not in TILE_SHAPES[kind]:
@@ -141,7 +139,10 @@ class GemmConfig:
         staged_tokens = min(tile_n, 32) if is_wgmma else tile_n
         row_bytes = _output_row_bytes(stage, activation, tile_m // groups)
         staging_bytes = staged_tokens * (row_bytes + 16)  # kPitch of epilogue::TileStore
-        num_stages, smem_bytes = _shared_memory(kind, tile_m, tile_n, groups, staging_bytes)
+        scaled_rows = groups * (tile_n if stage is GemmStage.Fc1 or not is_wgmma else 1)
+        num_stages, smem_bytes = _shared_memory(
+            kind, tile_m, tile_n, 2 * groups * staging_bytes, scaled_rows
+        )
         warps_n = 2 if not is_wgmma and tile_n >= 32 else 1
         warps_m = 4 * groups
         producer_warps = 4 if is_wgmma else 0
@@ -158,7 +159,6 @@ class GemmConfig:
             num_threads=32 * (warps_m * warps_n + producer_warps),
             # NOTE: a register cap of two blocks an SM makes larger token tiles spill (NVRTC 13.0).
             min_blocks=2 if not is_wgmma and tile_n <= 32 else 1,
-            gather_tokens=gather_tokens,
             stream_weights=tile_n < 128,
             staging_bytes=staging_bytes,
             smem_bytes=smem_bytes,
@@ -182,14 +182,15 @@ def _output_row_bytes(stage: GemmStage, activation: ActivationType, weight_rows:
 
 
 def _shared_memory(
-    kind: MainloopKind, tile_m: int, tile_n: int, groups: int, staging_bytes: int
+    kind: MainloopKind, tile_m: int, tile_n: int, staging_bytes: int, scaled_rows: int
 ) -> tuple[int, int]:
     """Stages that fit and bytes of ``Smem`` of the main loop."""
     stage_bytes = (tile_m + tile_n) * TILE_K
+    fixed = 4 * scaled_rows  # token_scale
     if kind is MainloopKind.Mma:
-        fixed = (8 + 4) * tile_n  # token_offset, token_scale; the ring is also the staging memory
+        fixed += 8 * tile_n  # token_offset; the ring is also the staging memory
     else:
-        fixed = groups * (staging_bytes + 4 * tile_n)  # staging, token_scale
+        fixed += staging_bytes + (4 + 16) * _TILE_QUEUE_DEPTH
         stage_bytes += 16  # full, empty
     num_stages = min(_MAX_STAGES[kind], (_SMEM_LIMIT[kind] - fixed) // stage_bytes)
     alignment = _SMEM_ALIGNMENT[kind]
@@ -198,22 +199,16 @@ def _shared_memory(
 
 def all_gemm_configs(kind: MainloopKind) -> list[GemmConfig]:
     """Every specialization a plan can ask for."""
-    fc1 = [
-        GemmConfig.make(GemmStage.Fc1, activation, kind, *shape, gather_tokens=gather)
-        for activation in SUPPORTED_ACTIVATIONS
+    activations = {
+        GemmStage.Fc1: SUPPORTED_ACTIVATIONS,
+        GemmStage.Fc2: (ActivationType.Identity,),
+    }
+    return [
+        GemmConfig.make(stage, activation, kind, *shape)
+        for stage in GemmStage
+        for activation in activations[stage]
         for shape in TILE_SHAPES[kind]
-        for gather in gather_choices(kind, shape[1])
     ]
-    fc2 = [
-        GemmConfig.make(GemmStage.Fc2, ActivationType.Identity, kind, *shape, gather_tokens=False)
-        for shape in TILE_SHAPES[kind]
-    ]
-    return fc1 + fc2
-
-
-def gather_choices(kind: MainloopKind, tile_n: int) -> tuple[bool, ...]:
-    """Whether FC1 may gather token rows itself, may read a permuted copy, or both."""
-    return (True, False) if kind is MainloopKind.Wgmma and tile_n >= 64 else (True,)
 
 
 def launch_grouped_gemm(
@@ -229,6 +224,7 @@ def launch_grouped_gemm(
     tile_expert: int,
     tile_rows: int,
     expert_first_tile: int,
+    tile_counter: int,
     output_scales: int,
     gate_scales: int,
     clamp_limits: int,
@@ -252,6 +248,7 @@ def launch_grouped_gemm(
         tile_expert,
         tile_rows,
         expert_first_tile,
+        tile_counter,
         output_scales,
         gate_scales,
         clamp_limits,
