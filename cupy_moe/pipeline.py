@@ -2,6 +2,10 @@
 
 Nothing else knows the sequence. Every call is graph-safe: grids and buffers follow from sizes,
 counts stay on the device, nothing synchronizes.
+
+Launches are bound first (sizes and addresses to parameter structs and configurations) and enqueued
+then. Binding is a pure function of plain values; its latest results are remembered, so that a layer
+that comes back with the same addresses, as from a caching allocator, costs its launches only.
 """
 
 from __future__ import annotations
@@ -11,16 +15,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
+from typing import NamedTuple
 
-from cupy_moe.kernels.finalize import FinalizeConfig, launch_finalize
+from cupy_moe.kernels.finalize import FinalizeConfig, bind_finalize
 from cupy_moe.kernels.grouped_gemm import (
     TILE_K,
     GemmConfig,
     MainloopKind,
-    launch_grouped_gemm,
+    bind_grouped_gemm,
 )
-from cupy_moe.kernels.permute import PermuteConfig, launch_permute
-from cupy_moe.kernels.route import RouteConfig, launch_route
+from cupy_moe.kernels.permute import PermuteConfig, bind_permute
+from cupy_moe.kernels.route import RouteConfig, bind_route
 from cupy_moe.plan import (
     DeviceTraits,
     MoeOperands,
@@ -31,6 +37,7 @@ from cupy_moe.plan import (
     Tiling,
     plan_moe,
 )
+from cupy_moe.results import allocate_result
 from cupy_moe.runtime.arrays import ArrayRef
 from cupy_moe.runtime.devices import (
     compute_capability,
@@ -39,12 +46,14 @@ from cupy_moe.runtime.devices import (
     stream_is_capturing,
 )
 from cupy_moe.runtime.jit import Function, arch_for, load
+from cupy_moe.runtime.launch import BoundLaunch, enqueue
 from cupy_moe.runtime.scratch import allocate
 from cupy_moe.runtime.tensor_map import NO_TENSOR_MAP, encode_tensor_map
 
-__all__ = ["compiled_for", "run_moe", "tiled_as"]
+__all__ = ["BoundLayer", "compiled_for", "tiled_as"]
 
 _FIRST_PDL_CAPABILITY = (9, 0)
+_MAX_BOUND_LAYERS = 1024  # remembered, about 3 KiB each
 
 _arch_override: ContextVar[str | None] = ContextVar("arch_override", default=None)
 _tiling_override: ContextVar[Tiling | None] = ContextVar("tiling_override", default=None)
@@ -87,11 +96,15 @@ def _traits(device: int, arch: str | None) -> DeviceTraits:
     return DeviceTraits(arch=arch, num_sms=sm_count(device))
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    """A plan and its loaded functions."""
+@lru_cache(maxsize=4096)
+def _plan(problem: MoeProblem, device: int, arch: str | None, tiling: Tiling | None) -> MoePlan:
+    return plan_moe(problem, _traits(device, arch), tiling)
 
-    plan: MoePlan
+
+@dataclass(frozen=True, slots=True)
+class _Functions:
+    """The loaded kernels of a plan."""
+
     route: Function | None
     permute: Function
     fc1: Function
@@ -100,17 +113,18 @@ class _Kernels:
 
 
 @lru_cache(maxsize=4096)
-def _prepare(
-    problem: MoeProblem, device: int, capturing: bool, arch: str | None, tiling: Tiling | None
-) -> _Kernels:
-    """Plan and load; `capturing` is part of the key only to reach the loader's check."""
-    plan = plan_moe(problem, _traits(device, arch), tiling)
+def _load(
+    problem: MoeProblem, device: int, arch: str | None, tiling: Tiling | None, stream: int
+) -> _Functions:
+    """Load a plan's kernels; `stream` is part of the key only to reach the loader's check."""
+    plan = _plan(problem, device, arch, tiling)
+    with device_guard(device):
+        capturing = stream_is_capturing(stream)
 
     def function(config: RouteConfig | PermuteConfig | GemmConfig | FinalizeConfig) -> Function:
         return load(config.spec(), device, capturing=capturing, arch=arch)
 
-    return _Kernels(
-        plan=plan,
+    return _Functions(
         route=function(plan.route) if plan.route else None,
         permute=function(plan.permute),
         fc1=function(plan.fc1),
@@ -119,204 +133,262 @@ def _prepare(
     )
 
 
-class _Buffers:
-    """Buffers of a call: addresses of the scratch by name, and what the caller receives."""
+class _Addresses(NamedTuple):
+    """Where the arrays of a call are, 0 for none; the last three lie in the scratch then."""
 
-    def __init__(
-        self, problem: MoeProblem, operands: MoeOperands, plan: MoePlan, capturing: bool
-    ) -> None:
-        like = operands.hidden_states
-        framework, device = like.framework, like.device
-        workspace = operands.workspace_buffer
-        if workspace is None or workspace.nbytes < plan.scratch.num_bytes:
-            workspace = allocate(framework, plan.scratch.num_bytes, device, capturing=capturing)
-        self._scratch = workspace  # keeps the memory until the launches are enqueued
-        base = workspace.ptr
-        self.addresses = {name: base + at for name, at in plan.scratch.offsets.items()}
-        self.result = MoeResult()
-        if problem.do_finalize:
-            shape = (problem.num_tokens, problem.hidden_size)
-            self.result.output = operands.output or framework.empty(shape, "bfloat16", device)
-            return
-        self.result.gemm2_output = framework.empty(
-            (plan.capacity, problem.hidden_size), "bfloat16", device
-        )
-        self.result.expanded_idx_to_permuted_idx = framework.empty(
-            (problem.num_slots,), "int32", device
-        )
-        self.result.expert_weights = operands.topk_weights or framework.empty(
-            (problem.num_tokens, problem.top_k), "bfloat16", device
-        )
-
-    def result_or_scratch(self, result: ArrayRef | None, name: str) -> int:
-        """Address of an array that the caller receives, else of its place in the scratch."""
-        return self.addresses[name] if result is None else result.ptr
+    hidden_states: int
+    gemm1_weights: int
+    gemm2_weights: int
+    output1_scales: int
+    output1_gate_scales: int
+    output2_scales: int
+    clamp_limit: int
+    topk_ids: int
+    routing_logits: int
+    routing_bias: int
+    routing_replay_out: int
+    scratch: int
+    output: int
+    expert_weights: int
+    gemm2_output: int
+    expanded_to_permuted: int
 
 
-def run_moe(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
-    """Enqueue one layer on the caller's current stream.
-
-    Parameters
-    ----------
-    problem : MoeProblem
-        Of at least one token.
-    operands : MoeOperands
-        CUDA arrays of one device, validated against the problem.
-
-    Returns
-    -------
-    MoeResult
-        Arrays of the kind of ``hidden_states``.
-
-    Raises
-    ------
-    KernelCompileError
-        If a kernel does not compile.
-    RuntimeError
-        If a kernel would have to be loaded during a stream capture, or the driver refuses a launch.
-    """
-    hidden = operands.hidden_states
-    framework, device = hidden.framework, hidden.device
-    with device_guard(device):
-        stream = framework.current_stream(device)
-        capturing = stream_is_capturing(stream)
-        kernels = _prepare(
-            problem, device, capturing, _arch_override.get(), _tiling_override.get()
-        )
-        buffers = _Buffers(problem, operands, kernels.plan, capturing)
-        pdl = operands.enable_pdl is not False
-        pdl = pdl and compute_capability(device) >= _FIRST_PDL_CAPABILITY
-        _enqueue(problem, operands, kernels, buffers, stream, pdl)
-    return buffers.result
+_get_inputs = attrgetter(*_Addresses._fields[:11])
 
 
-def _address(ref: ArrayRef | None) -> int:
-    return 0 if ref is None else ref.ptr
-
-
-def _weight_map(config: GemmConfig, weights: ArrayRef) -> bytes:
+def _weight_map(config: GemmConfig, weights: int, experts: int, rows: int, k: int) -> bytes:
     """Map of [experts, rows, k] weights: boxes of tile_m rows by one step of K."""
     if config.mainloop_kind is not MainloopKind.Wgmma:
         return NO_TENSOR_MAP
-    experts, rows, k = weights.shape
     return encode_tensor_map(
-        weights.ptr,
+        weights,
         (TILE_K, rows, k // TILE_K, experts),
         (k, TILE_K, rows * k),
         (TILE_K, config.tile_m, 1, 1),
     )
 
 
-def _enqueue(
+@lru_cache(maxsize=_MAX_BOUND_LAYERS)
+def _bind(
     problem: MoeProblem,
-    operands: MoeOperands,
-    kernels: _Kernels,
-    buffers: _Buffers,
+    device: int,
+    arch: str | None,
+    tiling: Tiling | None,
+    enable_pdl: bool | None,
+    routed_scaling_factor: float,
+    at: _Addresses,
     stream: int,
-    pdl: bool,
-) -> None:
-    plan, result, scratch = kernels.plan, buffers.result, buffers.addresses
-    to_permuted = buffers.result_or_scratch(
-        result.expanded_idx_to_permuted_idx, "expanded_to_permuted"
-    )
-    gemm2_output = buffers.result_or_scratch(result.gemm2_output, "gemm2_output")
-    expert_weights = buffers.result_or_scratch(
-        result.expert_weights or operands.topk_weights, "expert_weights"
-    )
+) -> tuple[BoundLaunch, ...]:
+    """Bind the stages of a layer, in order, to addresses and a stream."""
+    plan = _plan(problem, device, arch, tiling)
+    functions = _load(problem, device, arch, tiling, stream)
+    pdl = enable_pdl is not False and compute_capability(device) >= _FIRST_PDL_CAPABILITY
+    scratch = {name: at.scratch + offset for name, offset in plan.scratch.offsets.items()}
+    to_permuted = at.expanded_to_permuted or scratch["expanded_to_permuted"]
+    gemm2_output = at.gemm2_output or scratch["gemm2_output"]
+    expert_weights = at.expert_weights or scratch["expert_weights"]
     weights_are_f32 = problem.expert_weights_dtype == "float32"
     packed = problem.routing_source is RoutingSource.Packed
+    experts, hidden_size = problem.local_num_experts, problem.hidden_size
+    launches = []
 
-    topk_ids = _address(operands.topk_ids)
-    if kernels.route is not None and plan.route is not None:
+    topk_ids = at.topk_ids
+    if functions.route is not None and plan.route is not None:
         topk_ids = scratch["topk_ids"]
-        launch_route(
-            kernels.route,
-            plan.route,
-            problem,
-            logits=_address(operands.routing_logits),
-            bias=_address(operands.routing_bias),
+        launches.append(
+            bind_route(
+                functions.route,
+                plan.route,
+                problem,
+                logits=at.routing_logits,
+                bias=at.routing_bias,
+                topk_ids=topk_ids,
+                topk_weights=expert_weights,
+                routing_replay_out=at.routing_replay_out,
+                routed_scaling_factor=routed_scaling_factor,
+                stream=stream,
+                pdl=pdl,
+            )
+        )
+    launches += [
+        bind_permute(
+            functions.permute,
+            plan.permute,
             topk_ids=topk_ids,
-            topk_weights=expert_weights,
-            routing_replay_out=_address(operands.routing_replay_out),
-            routed_scaling_factor=operands.routed_scaling_factor,
-            stream=stream,
-            pdl=pdl,
-        )
-    launch_permute(
-        kernels.permute,
-        plan.permute,
-        topk_ids=topk_ids,
-        expert_weights=expert_weights if packed else 0,
-        expanded_to_permuted=to_permuted,
-        permuted_to_expanded=scratch["permuted_to_expanded"],
-        tile_expert=scratch["tile_expert"],
-        tile_rows=scratch["tile_rows"],
-        num_n_tiles=scratch["num_n_tiles"],
-        num_slots=problem.num_slots,
-        local_num_experts=problem.local_num_experts,
-        local_expert_offset=problem.local_expert_offset,
-        tile_n=plan.tile_n,
-        stream=stream,
-        pdl=pdl,
-    )
-    launch_grouped_gemm(
-        kernels.fc1,
-        plan.fc1,
-        plan.fc1_grid,
-        weight_map=_weight_map(plan.fc1, operands.gemm1_weights),
-        weights=operands.gemm1_weights.ptr,
-        tokens=operands.hidden_states.ptr,
-        permuted_to_expanded=scratch["permuted_to_expanded"],
-        tile_expert=scratch["tile_expert"],
-        tile_rows=scratch["tile_rows"],
-        num_n_tiles=scratch["num_n_tiles"],
-        output_scales=operands.output1_scales.ptr,
-        gate_scales=operands.output1_gate_scales.ptr,
-        clamp_limits=_address(operands.clamp_limit),
-        token_scales=expert_weights if problem.scale_input else 0,
-        output=scratch["intermediate"],
-        m=problem.fc1_rows,
-        k=problem.hidden_size,
-        top_k=problem.top_k,
-        token_scales_are_f32=weights_are_f32,
-        stream=stream,
-        pdl=pdl,
-    )
-    launch_grouped_gemm(
-        kernels.fc2,
-        plan.fc2,
-        plan.fc2_grid,
-        weight_map=_weight_map(plan.fc2, operands.gemm2_weights),
-        weights=operands.gemm2_weights.ptr,
-        tokens=scratch["intermediate"],
-        permuted_to_expanded=scratch["permuted_to_expanded"],
-        tile_expert=scratch["tile_expert"],
-        tile_rows=scratch["tile_rows"],
-        num_n_tiles=scratch["num_n_tiles"],
-        output_scales=operands.output2_scales.ptr,
-        gate_scales=0,
-        clamp_limits=0,
-        token_scales=0,
-        output=gemm2_output,
-        m=problem.hidden_size,
-        k=problem.intermediate_size,
-        top_k=problem.top_k,
-        token_scales_are_f32=False,
-        stream=stream,
-        pdl=pdl,
-    )
-    if kernels.finalize is not None and plan.finalize is not None and result.output is not None:
-        launch_finalize(
-            kernels.finalize,
-            plan.finalize,
-            num_tokens=problem.num_tokens,
-            gemm2_output=gemm2_output,
+            expert_weights=expert_weights if packed else 0,
             expanded_to_permuted=to_permuted,
-            expert_weights=0 if problem.scale_input else expert_weights,
-            output=result.output.ptr,
-            hidden_size=problem.hidden_size,
-            top_k=problem.top_k,
-            weights_are_f32=weights_are_f32,
+            permuted_to_expanded=scratch["permuted_to_expanded"],
+            tile_expert=scratch["tile_expert"],
+            tile_rows=scratch["tile_rows"],
+            num_n_tiles=scratch["num_n_tiles"],
+            num_slots=problem.num_slots,
+            local_num_experts=experts,
+            local_expert_offset=problem.local_expert_offset,
+            tile_n=plan.tile_n,
             stream=stream,
             pdl=pdl,
+        ),
+        bind_grouped_gemm(
+            functions.fc1,
+            plan.fc1,
+            plan.fc1_grid,
+            weight_map=_weight_map(
+                plan.fc1, at.gemm1_weights, experts, problem.fc1_rows, hidden_size
+            ),
+            weights=at.gemm1_weights,
+            tokens=at.hidden_states,
+            permuted_to_expanded=scratch["permuted_to_expanded"],
+            tile_expert=scratch["tile_expert"],
+            tile_rows=scratch["tile_rows"],
+            num_n_tiles=scratch["num_n_tiles"],
+            output_scales=at.output1_scales,
+            gate_scales=at.output1_gate_scales,
+            clamp_limits=at.clamp_limit,
+            token_scales=expert_weights if problem.scale_input else 0,
+            output=scratch["intermediate"],
+            m=problem.fc1_rows,
+            k=hidden_size,
+            top_k=problem.top_k,
+            token_scales_are_f32=weights_are_f32,
+            stream=stream,
+            pdl=pdl,
+        ),
+        bind_grouped_gemm(
+            functions.fc2,
+            plan.fc2,
+            plan.fc2_grid,
+            weight_map=_weight_map(
+                plan.fc2, at.gemm2_weights, experts, hidden_size, problem.intermediate_size
+            ),
+            weights=at.gemm2_weights,
+            tokens=scratch["intermediate"],
+            permuted_to_expanded=scratch["permuted_to_expanded"],
+            tile_expert=scratch["tile_expert"],
+            tile_rows=scratch["tile_rows"],
+            num_n_tiles=scratch["num_n_tiles"],
+            output_scales=at.output2_scales,
+            gate_scales=0,
+            clamp_limits=0,
+            token_scales=0,
+            output=gemm2_output,
+            m=hidden_size,
+            k=problem.intermediate_size,
+            top_k=problem.top_k,
+            token_scales_are_f32=False,
+            stream=stream,
+            pdl=pdl,
+        ),
+    ]
+    if functions.finalize is not None and plan.finalize is not None:
+        launches.append(
+            bind_finalize(
+                functions.finalize,
+                plan.finalize,
+                num_tokens=problem.num_tokens,
+                gemm2_output=gemm2_output,
+                expanded_to_permuted=to_permuted,
+                expert_weights=0 if problem.scale_input else expert_weights,
+                output=at.output,
+                hidden_size=hidden_size,
+                top_k=problem.top_k,
+                weights_are_f32=weights_are_f32,
+                stream=stream,
+                pdl=pdl,
+            )
         )
+    return tuple(launches)
+
+
+def _addresses(operands: MoeOperands, result: MoeResult, scratch: ArrayRef) -> _Addresses:
+    refs = (
+        *_get_inputs(operands),
+        scratch,
+        result.output,
+        result.expert_weights or operands.topk_weights,
+        result.gemm2_output,
+        result.expanded_idx_to_permuted_idx,
+    )
+    return _Addresses(*[0 if ref is None else ref.ptr for ref in refs])
+
+
+class BoundLayer:
+    """One layer on fixed CUDA arrays, with scratch and results of its own.
+
+    Parameters
+    ----------
+    problem : MoeProblem
+        Of at least one token.
+    operands : MoeOperands
+        CUDA arrays of one device, validated against the problem. The layer keeps them alive.
+
+    Attributes
+    ----------
+    operands : MoeOperands
+    result : MoeResult
+        Arrays of the kind of ``hidden_states``.
+    scratch_bytes : int
+        Scratch memory allocated for the layer; 0 if the caller's suffices.
+    """
+
+    __slots__ = (
+        *("_binding", "_bound", "_device", "_framework", "_scratch"),
+        *("operands", "result", "scratch_bytes"),
+    )
+
+    def __init__(self, problem: MoeProblem, operands: MoeOperands) -> None:
+        hidden = operands.hidden_states
+        framework, device = hidden.framework, hidden.device
+        arch, tiling = _arch_override.get(), _tiling_override.get()
+        plan = _plan(problem, device, arch, tiling)
+        scratch, self.scratch_bytes = operands.workspace_buffer, 0
+        if scratch is None or scratch.nbytes < plan.scratch.num_bytes:
+            self.scratch_bytes = plan.scratch.num_bytes
+            scratch = allocate(framework, self.scratch_bytes, device)
+        self.result = allocate_result(problem, operands, plan.capacity)
+        self._framework, self._device = framework, device
+        self.operands, self._scratch = operands, scratch
+        addresses = _addresses(operands, self.result, scratch)
+        factor, pdl = operands.routed_scaling_factor, operands.enable_pdl
+        self._binding = (problem, device, arch, tiling, pdl, factor, addresses)
+        # A stream and the launches on it, in one attribute: threads may share a layer.
+        self._bound: tuple[int | None, tuple[BoundLaunch, ...]] = (None, ())
+
+    def bind(self) -> tuple[BoundLaunch, ...]:
+        """Return the launches on the current stream of the library of ``hidden_states``.
+
+        Raises
+        ------
+        KernelCompileError
+            If a kernel does not compile.
+        RuntimeError
+            If a kernel would have to be loaded during a stream capture.
+        """
+        stream = self._framework.current_stream(self._device)
+        bound_stream, launches = self._bound
+        if stream != bound_stream:
+            launches = _bind(*self._binding, stream)
+            if bound_stream is not None:
+                self._use_on_another_stream()
+            self._bound = (stream, launches)
+        return launches
+
+    def enqueue(self) -> None:
+        """Enqueue the layer on the current stream.
+
+        Raises
+        ------
+        KernelCompileError, RuntimeError
+            As for `bind`, and if the driver refuses a launch.
+        """
+        launches = self.bind()
+        with device_guard(self._device):
+            enqueue(launches)
+
+    def _use_on_another_stream(self) -> None:
+        """Tell allocators of memory that a stream uses besides the one it was allocated on."""
+        r = self.result
+        results = (r.output, r.gemm2_output, r.expert_weights, r.expanded_idx_to_permuted_idx)
+        for ref in (self._scratch, *results):
+            if ref is not None:
+                ref.framework.record_stream(ref)

@@ -164,24 +164,30 @@ class Checker:
     Attributes
     ----------
     device : int or None
-        Where every array must be, `HOST` or a CUDA ordinal; taken from the first array checked.
-    anchor : str
-        Name of that first array.
+        Where every array must be, `HOST` or a CUDA ordinal; set by `anchor`.
+    anchor_name : str
+        Argument that the device was taken from.
     """
 
-    __slots__ = ("anchor", "device", "operation")
+    __slots__ = ("anchor_name", "device", "operation")
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
         self.device: int | None = None
-        self.anchor = ""
+        self.anchor_name = ""
 
     def describe(self, name: str, value: ArrayLike) -> ArrayRef:
         """Describe an argument that must be an array, of any shape; ``TypeError`` if it is none."""
         try:
             return describe(value)
-        except TypeError:
+        except (TypeError, ValueError):
             return describe(value, f"{self.operation}: {name}")  # raises again, with the name
+
+    def anchor(self, name: str, value: ArrayLike) -> ArrayRef:
+        """Describe the argument on whose device every other array must be."""
+        ref = self.describe(name, value)
+        self.device, self.anchor_name = ref.device, name
+        return ref
 
     def array(
         self,
@@ -200,7 +206,8 @@ class Checker:
         ----------
         name : str
             Argument name.
-        value : array
+        value : array or ArrayRef
+            The argument, or its description if there is one already.
         dtypes : tuple of str
             Accepted dtypes, the one to convert to first.
         shape : tuple of int
@@ -223,35 +230,8 @@ class Checker:
         ValueError
             Another shape or device, gaps between the elements, or a misaligned address.
         """
-        try:
-            ref = describe(value)
-        except TypeError:
-            ref = self.describe(name, value)  # raises again, with the name
-        # The rules of `require`, spelled out: this is most of a call's host time.
-        if (
-            ref.dtype not in dtypes
-            or ref.shape != shape
-            or ref.device != self.device
-            or ref.strides != contiguous_strides(shape)
-            or ref.ptr % (align or VECTOR_ALIGNMENT)
-        ):
-            self.require(name, ref, dtypes, shape, symbols, align=align, hint=hint)
-        return ref
-
-    def require(
-        self,
-        name: str,
-        ref: ArrayRef,
-        dtypes: tuple[str, ...],
-        shape: tuple[int, ...],
-        symbols: str,
-        *,
-        align: int = 0,
-        hint: str = "",
-    ) -> None:
-        """Apply the rules of `array` to an argument that is described already."""
-        if self.device is None:
-            self.device, self.anchor = ref.device, name
+        ref = value if type(value) is ArrayRef else self.describe(name, value)
+        # Most of a call's host time goes by here, so the usual array passes by comparisons.
         if (
             ref.dtype not in dtypes
             or ref.shape != shape
@@ -260,6 +240,7 @@ class Checker:
             or ref.ptr % (align or VECTOR_ALIGNMENT)
         ):
             self._examine(name, ref, dtypes, shape, symbols, align or ref.itemsize, hint)
+        return ref
 
     def _examine(
         self,
@@ -276,11 +257,14 @@ class Checker:
             conversion = _conversion(name, dtypes, ref.dtype)
             self.refuse(TypeError, name, f"be {' or '.join(dtypes)}", ref.dtype, conversion)
         if ref.shape != shape:
-            self.refuse(ValueError, name, f"be {symbols} = {shape}", str(ref.shape), hint)
+            self.refuse(
+                ValueError, name, f"be {symbols} = {tuple(shape)}", str(tuple(ref.shape)), hint
+            )
         if ref.device != self.device:
             self._refuse_device(name, ref)
         if not ref.is_contiguous:
-            rule = f"be contiguous, strides {contiguous_strides(shape)} for shape {shape}"
+            expected = contiguous_strides(shape)
+            rule = f"be contiguous, strides {expected} for shape {tuple(shape)}"
             self.refuse(ValueError, name, rule, f"strides {ref.strides}", "Pass a contiguous copy.")
         if ref.ptr % align and ref.size:
             rule = f"start at a multiple of {align} bytes"
@@ -289,7 +273,7 @@ class Checker:
     def _refuse_device(self, name: str, ref: ArrayRef) -> NoReturn:
         anchor = "cpu" if self.device == HOST else f"cuda:{self.device}"
         is_mixed = HOST in (ref.device, self.device)
-        rule = f"be on {anchor}, the device of {self.anchor}"
+        rule = f"be on {anchor}, the device of {self.anchor_name}"
         next_step = "Host and CUDA arrays cannot be mixed." if is_mixed else ""
         self.refuse(ValueError, name, rule, ref.device_name, next_step)
 
@@ -311,15 +295,15 @@ class Checker:
         """Like `array` for a matrix that may have more rows than ``shape`` says."""
         ref = self.describe(name, value)
         has_more = len(ref.shape) == len(shape) and ref.shape[0] > shape[0]
-        self.require(name, ref, dtypes, (ref.shape[0], shape[1]) if has_more else shape, symbols)
+        self.array(name, ref, dtypes, (ref.shape[0], shape[1]) if has_more else shape, symbols)
         return ref
 
     def workspace(self, name: str, value: ArrayLike) -> ArrayRef:
         """Scratch memory: 1-D contiguous bytes, base aligned to 256 bytes."""
         ref = self.describe(name, value)
         if len(ref.shape) != 1:
-            self.refuse(ValueError, name, "be 1-D", f"shape {ref.shape}")
-        self.require(name, ref, BYTES, ref.shape, "(num_bytes,)", align=WORKSPACE_ALIGNMENT)
+            self.refuse(ValueError, name, "be 1-D", f"shape {tuple(ref.shape)}")
+        self.array(name, ref, BYTES, ref.shape, "(num_bytes,)", align=WORKSPACE_ALIGNMENT)
         return ref
 
     def writable(
@@ -329,10 +313,12 @@ class Checker:
         if not ref.is_writable:
             self.refuse(ValueError, name, "be writable", "a read-only array")
         begin, end = ref.ptr, ref.ptr + ref.nbytes
+        if begin == end:
+            return
         for other_name, other in others:
-            if other is None or other.ptr >= end or begin - other.ptr >= other.nbytes:
+            if other is None or other.ptr >= end:
                 continue
-            other_end = other.ptr + other.nbytes
-            if begin < other_end and begin < end and other.ptr < other_end:
-                got = f"[{begin:#x}, {end:#x}) and [{other.ptr:#x}, {other_end:#x})"
+            num_bytes = other.nbytes
+            if num_bytes and other.ptr + num_bytes > begin:
+                got = f"[{begin:#x}, {end:#x}) and [{other.ptr:#x}, {other.ptr + num_bytes:#x})"
                 self.refuse(ValueError, name, f"not overlap {other_name}", got, "Pass a copy.")

@@ -27,6 +27,7 @@ LAYERS = (
     ("reference", "weights"),
     ("kernels",),
     ("plan",),
+    ("results",),
     ("pipeline", "validate"),
     ("comm", "fused_moe"),
     ("testing",),

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from cupy_moe.runtime.jit import KernelSpec
-from cupy_moe.runtime.launch import ParamLayout, launch
+from cupy_moe.runtime.launch import BoundLaunch, ParamLayout, bind
 from cupy_moe.types import ActivationType
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ __all__ = [
     "GemmStage",
     "MainloopKind",
     "all_gemm_configs",
-    "launch_grouped_gemm",
+    "bind_grouped_gemm",
     "mainloop_for",
 ]
 
@@ -197,7 +197,7 @@ def all_gemm_configs(kind: MainloopKind) -> list[GemmConfig]:
     ]
 
 
-def launch_grouped_gemm(
+def bind_grouped_gemm(
     function: Function,
     config: GemmConfig,
     num_blocks: int,
@@ -220,8 +220,8 @@ def launch_grouped_gemm(
     token_scales_are_f32: bool,
     stream: int,
     pdl: bool,
-) -> None:
-    """Launch the loaded ``config``; addresses as in ``Params`` of ``grouped_gemm.cu``."""
+) -> BoundLaunch:
+    """Prepare a launch of the loaded ``config``; addresses as in ``Params`` of the kernel."""
     params = PARAMS.pack(
         weight_map,
         weights,
@@ -240,7 +240,7 @@ def launch_grouped_gemm(
         top_k,
         token_scales_are_f32,
     )
-    launch(
+    return bind(
         function,
         params,
         grid=(num_blocks, 1, 1),

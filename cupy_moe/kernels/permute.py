@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cupy_moe.runtime.jit import KernelSpec
-from cupy_moe.runtime.launch import ParamLayout, launch
+from cupy_moe.runtime.launch import BoundLaunch, ParamLayout, bind
 
 if TYPE_CHECKING:
     from cupy_moe.runtime.jit import Function
@@ -16,7 +16,7 @@ __all__ = [
     "PARAMS",
     "PermuteConfig",
     "all_permute_configs",
-    "launch_permute",
+    "bind_permute",
 ]
 
 MAX_LOCAL_EXPERTS = 2048
@@ -54,7 +54,7 @@ def all_permute_configs() -> list[PermuteConfig]:
     return [PermuteConfig(packed_ids=packed) for packed in (False, True)]
 
 
-def launch_permute(
+def bind_permute(
     function: Function,
     config: PermuteConfig,
     *,
@@ -71,8 +71,8 @@ def launch_permute(
     tile_n: int,
     stream: int,
     pdl: bool,
-) -> None:
-    """Launch the loaded ``config``; the addresses are those of ``Params`` in ``permute.cu``."""
+) -> BoundLaunch:
+    """Prepare a launch of the loaded ``config``; addresses as in ``Params`` of the kernel."""
     params = PARAMS.pack(
         topk_ids,
         expert_weights,
@@ -87,4 +87,4 @@ def launch_permute(
         tile_n,
     )
     grid = (local_num_experts, 1, 1)
-    launch(function, params, grid=grid, block=config.num_threads, stream=stream, pdl=pdl)
+    return bind(function, params, grid=grid, block=config.num_threads, stream=stream, pdl=pdl)

@@ -86,7 +86,7 @@ class ArrayRef:
     ptr : int
         Address of element (0, ..., 0); may be 0 if the array is empty.
     shape, strides : tuple of int
-        In elements (a packed ``float4_e2m1fn_x2`` byte is one element).
+        ``torch.Size`` is one, too. In elements (a packed ``float4_e2m1fn_x2`` byte is one element).
     dtype : str
         A key of `DTYPES`.
     device : int

@@ -28,9 +28,17 @@ __all__ = [
 
 
 class Framework(ABC):
-    """The array library of a caller."""
+    """The array library of a caller.
+
+    Attributes
+    ----------
+    name : str
+    has_graph_pool : bool
+        Whether memory allocated during a stream capture belongs to the graph.
+    """
 
     name: str
+    has_graph_pool = False
 
     @abstractmethod
     def describe(self, x: Array, what: str) -> ArrayRef:
@@ -65,6 +73,9 @@ class Framework(ABC):
     def is_writable(self, ref: ArrayRef) -> bool:
         """Whether the memory may be written."""
         return True
+
+    def record_stream(self, ref: ArrayRef) -> None:  # noqa: B027 (most libraries have no such call)
+        """Tell the allocator that the current stream uses memory allocated on another one."""
 
 
 class NumpyFramework(Framework):
@@ -153,6 +164,7 @@ class TorchFramework(Framework):
     """PyTorch tensors in host or CUDA memory."""
 
     name = "torch"
+    has_graph_pool = True
 
     def __init__(self, torch: Library) -> None:
         self._torch = torch
@@ -173,7 +185,7 @@ class TorchFramework(Framework):
         device = x.get_device() if x.is_cuda else HOST
         if device == HOST and not x.is_cpu:
             raise self._refusal(x, what)
-        return ArrayRef(x, ptr, tuple(x.shape), x.stride(), dtype, device, self)
+        return ArrayRef(x, ptr, x.shape, x.stride(), dtype, device, self)
 
     def _refusal(self, x: Array, what: str) -> TypeError:
         if x.layout is not self._torch.strided:
@@ -197,6 +209,10 @@ class TorchFramework(Framework):
         if self._raw_stream is None:
             return int(self._torch.cuda.current_stream(device).cuda_stream)
         return int(self._raw_stream(device))
+
+    def record_stream(self, ref: ArrayRef) -> None:
+        """See `Framework.record_stream`."""
+        ref.owner.record_stream(self._torch.cuda.current_stream(ref.device))
 
     def view(self, ref: ArrayRef) -> Array:
         """See `Framework.view`."""
