@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 from typing import NamedTuple
 
 from cupy_moe.kernels.finalize import FinalizeConfig, bind_finalize
@@ -29,16 +28,12 @@ from cupy_moe.kernels.permute import PermuteConfig, bind_permute
 from cupy_moe.kernels.route import RouteConfig, bind_route
 from cupy_moe.plan import (
     DeviceTraits,
-    MoeOperands,
     MoePlan,
     MoeProblem,
-    MoeResult,
     RoutingSource,
     Tiling,
     plan_moe,
 )
-from cupy_moe.results import allocate_result
-from cupy_moe.runtime.arrays import ArrayRef
 from cupy_moe.runtime.devices import (
     compute_capability,
     device_guard,
@@ -46,11 +41,10 @@ from cupy_moe.runtime.devices import (
     stream_is_capturing,
 )
 from cupy_moe.runtime.jit import Function, arch_for, load
-from cupy_moe.runtime.launch import BoundLaunch, enqueue
-from cupy_moe.runtime.scratch import allocate
+from cupy_moe.runtime.launch import BoundLaunch
 from cupy_moe.runtime.tensor_map import NO_TENSOR_MAP, encode_tensor_map
 
-__all__ = ["BoundLayer", "compiled_for", "tiled_as"]
+__all__ = ["Addresses", "bind_stages", "compiled_for", "overrides", "plan_for", "tiled_as"]
 
 _FIRST_PDL_CAPABILITY = (9, 0)
 _MAX_BOUND_LAYERS = 1024  # remembered, about 3 KiB each
@@ -91,13 +85,19 @@ def tiled_as(tiling: Tiling) -> Iterator[None]:
         _tiling_override.reset(token)
 
 
+def overrides() -> tuple[str | None, Tiling | None]:
+    """Architecture and tiling of the `compiled_for` and `tiled_as` blocks around the caller."""
+    return _arch_override.get(), _tiling_override.get()
+
+
 def _traits(device: int, arch: str | None) -> DeviceTraits:
     arch = arch or arch_for(compute_capability(device))
     return DeviceTraits(arch=arch, num_sms=sm_count(device))
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: MoeProblem, device: int, arch: str | None, tiling: Tiling | None) -> MoePlan:
+def plan_for(problem: MoeProblem, device: int, arch: str | None, tiling: Tiling | None) -> MoePlan:
+    """Plan for a device and the overrides in force."""
     return plan_moe(problem, _traits(device, arch), tiling)
 
 
@@ -117,7 +117,7 @@ def _load(
     problem: MoeProblem, device: int, arch: str | None, tiling: Tiling | None, stream: int
 ) -> _Functions:
     """Load a plan's kernels; `stream` is part of the key only to reach the loader's check."""
-    plan = _plan(problem, device, arch, tiling)
+    plan = plan_for(problem, device, arch, tiling)
     with device_guard(device):
         capturing = stream_is_capturing(stream)
 
@@ -133,7 +133,7 @@ def _load(
     )
 
 
-class _Addresses(NamedTuple):
+class Addresses(NamedTuple):
     """Where the arrays of a call are, 0 for none; the last three lie in the scratch then."""
 
     hidden_states: int
@@ -154,9 +154,6 @@ class _Addresses(NamedTuple):
     expanded_to_permuted: int
 
 
-_get_inputs = attrgetter(*_Addresses._fields[:11])
-
-
 def _weight_map(config: GemmConfig, weights: int, experts: int, rows: int, k: int) -> bytes:
     """Map of [experts, rows, k] weights: boxes of tile_m rows by one step of K."""
     if config.mainloop_kind is not MainloopKind.Wgmma:
@@ -170,18 +167,27 @@ def _weight_map(config: GemmConfig, weights: int, experts: int, rows: int, k: in
 
 
 @lru_cache(maxsize=_MAX_BOUND_LAYERS)
-def _bind(
+def bind_stages(
     problem: MoeProblem,
     device: int,
     arch: str | None,
     tiling: Tiling | None,
     enable_pdl: bool | None,
     routed_scaling_factor: float,
-    at: _Addresses,
+    addresses: tuple[int, ...],
     stream: int,
 ) -> tuple[BoundLaunch, ...]:
-    """Bind the stages of a layer, in order, to addresses and a stream."""
-    plan = _plan(problem, device, arch, tiling)
+    """Bind the stages of a layer, in order, to the fields of `Addresses` and a stream.
+
+    Raises
+    ------
+    KernelCompileError
+        If a kernel does not compile.
+    RuntimeError
+        If a kernel would have to be loaded during a stream capture.
+    """
+    at = Addresses(*addresses)
+    plan = plan_for(problem, device, arch, tiling)
     functions = _load(problem, device, arch, tiling, stream)
     pdl = enable_pdl is not False and compute_capability(device) >= _FIRST_PDL_CAPABILITY
     scratch = {name: at.scratch + offset for name, offset in plan.scratch.offsets.items()}
@@ -298,97 +304,3 @@ def _bind(
             )
         )
     return tuple(launches)
-
-
-def _addresses(operands: MoeOperands, result: MoeResult, scratch: ArrayRef) -> _Addresses:
-    refs = (
-        *_get_inputs(operands),
-        scratch,
-        result.output,
-        result.expert_weights or operands.topk_weights,
-        result.gemm2_output,
-        result.expanded_idx_to_permuted_idx,
-    )
-    return _Addresses(*[0 if ref is None else ref.ptr for ref in refs])
-
-
-class BoundLayer:
-    """One layer on fixed CUDA arrays, with scratch and results of its own.
-
-    Parameters
-    ----------
-    problem : MoeProblem
-        Of at least one token.
-    operands : MoeOperands
-        CUDA arrays of one device, validated against the problem. The layer keeps them alive.
-
-    Attributes
-    ----------
-    operands : MoeOperands
-    result : MoeResult
-        Arrays of the kind of ``hidden_states``.
-    scratch_bytes : int
-        Scratch memory allocated for the layer; 0 if the caller's suffices.
-    """
-
-    __slots__ = (
-        *("_binding", "_bound", "_device", "_framework", "_scratch"),
-        *("operands", "result", "scratch_bytes"),
-    )
-
-    def __init__(self, problem: MoeProblem, operands: MoeOperands) -> None:
-        hidden = operands.hidden_states
-        framework, device = hidden.framework, hidden.device
-        arch, tiling = _arch_override.get(), _tiling_override.get()
-        plan = _plan(problem, device, arch, tiling)
-        scratch, self.scratch_bytes = operands.workspace_buffer, 0
-        if scratch is None or scratch.nbytes < plan.scratch.num_bytes:
-            self.scratch_bytes = plan.scratch.num_bytes
-            scratch = allocate(framework, self.scratch_bytes, device)
-        self.result = allocate_result(problem, operands, plan.capacity)
-        self._framework, self._device = framework, device
-        self.operands, self._scratch = operands, scratch
-        addresses = _addresses(operands, self.result, scratch)
-        factor, pdl = operands.routed_scaling_factor, operands.enable_pdl
-        self._binding = (problem, device, arch, tiling, pdl, factor, addresses)
-        # A stream and the launches on it, in one attribute: threads may share a layer.
-        self._bound: tuple[int | None, tuple[BoundLaunch, ...]] = (None, ())
-
-    def bind(self) -> tuple[BoundLaunch, ...]:
-        """Return the launches on the current stream of the library of ``hidden_states``.
-
-        Raises
-        ------
-        KernelCompileError
-            If a kernel does not compile.
-        RuntimeError
-            If a kernel would have to be loaded during a stream capture.
-        """
-        stream = self._framework.current_stream(self._device)
-        bound_stream, launches = self._bound
-        if stream != bound_stream:
-            launches = _bind(*self._binding, stream)
-            if bound_stream is not None:
-                self._use_on_another_stream()
-            self._bound = (stream, launches)
-        return launches
-
-    def enqueue(self) -> None:
-        """Enqueue the layer on the current stream.
-
-        Raises
-        ------
-        KernelCompileError, RuntimeError
-            As for `bind`, and if the driver refuses a launch.
-        """
-        launches = self.bind()
-        with device_guard(self._device):
-            enqueue(launches)
-
-    def _use_on_another_stream(self) -> None:
-        """Tell allocators of memory that a stream uses besides the one it was allocated on."""
-        r = self.result
-        results = (r.output, r.gemm2_output, r.expert_weights, r.expanded_idx_to_permuted_idx)
-        for ref in (self._scratch, *results):
-            if ref is not None:
-                ref.framework.record_stream(ref)

@@ -29,6 +29,7 @@ LAYERS = (
     ("plan",),
     ("results",),
     ("pipeline", "validate"),
+    ("bound_layer",),
     ("comm", "fused_moe"),
     ("testing",),
     ("cli",),

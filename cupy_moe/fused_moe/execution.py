@@ -112,12 +112,12 @@ def bind(operation: str, settings: MoeSettings, operands: MoeOperands) -> Layer:
 def _backend(is_host: bool) -> Callable[[MoeProblem, MoeOperands], Layer]:
     """Import a backend when an array comes in that needs it."""
     if is_host:
-        from cupy_moe.fused_moe import host
+        from cupy_moe.fused_moe.host import HostLayer
 
-        return host.HostLayer
-    from cupy_moe import pipeline
+        return HostLayer
+    from cupy_moe.bound_layer import BoundLayer
 
-    return pipeline.BoundLayer
+    return BoundLayer
 
 
 class _EmptyLayer:

@@ -1,4 +1,4 @@
-"""Runs checked calls on arrays in host memory with the reference, as the pipeline does on a GPU."""
+"""Runs checked calls on arrays in host memory with the reference, as `BoundLayer` does on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["HostLayer"]
 
 
 class HostLayer:
-    """One layer on fixed arrays in host memory, like `cupy_moe.pipeline.BoundLayer`.
+    """One layer on fixed arrays in host memory, like `cupy_moe.bound_layer.BoundLayer`.
 
     Parameters
     ----------

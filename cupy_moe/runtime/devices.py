@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -43,12 +44,12 @@ def describe_error(status: DriverValue) -> str:
 
 
 @cache
-def _primary_context(device: int) -> tuple[Any, int]:
-    """Primary context of a device, retained for the life of the process, and its address."""
+def _primary_context(device: int) -> tuple[Any, int, Callable[[], tuple[Any, Any]]]:
+    """Primary context of a device, retained for good; its address; how to ask for the current."""
     require_gpu()
     driver = import_driver()
     context = check(driver.cuDevicePrimaryCtxRetain(device), f"using cuda:{device}")
-    return context, int(context)
+    return context, int(context), driver.cuCtxGetCurrent
 
 
 class device_guard:  # noqa: N801 (reads as a statement)
@@ -68,10 +69,10 @@ class device_guard:  # noqa: N801 (reads as a statement)
         """Push the context if it is not current."""
         if self._device == HOST:
             return
-        context, address = _primary_context(self._device)
-        driver = import_driver()
-        if int(driver.cuCtxGetCurrent()[1]) != address:
-            check(driver.cuCtxPushCurrent(context), f"switching to cuda:{self._device}")
+        context, address, get_current = _primary_context(self._device)
+        if int(get_current()[1]) != address:
+            pushed = import_driver().cuCtxPushCurrent(context)
+            check(pushed, f"switching to cuda:{self._device}")
             self._pushed = True
 
     def __exit__(
