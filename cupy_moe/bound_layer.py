@@ -6,7 +6,7 @@ from cupy_moe.pipeline import bind_stages, overrides, plan_for
 from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult
 from cupy_moe.results import allocate_result
 from cupy_moe.runtime.arrays import ArrayRef
-from cupy_moe.runtime.devices import device_guard
+from cupy_moe.runtime.devices import context_is_current, device_guard
 from cupy_moe.runtime.launch import BoundLaunch, enqueue
 from cupy_moe.runtime.scratch import allocate
 
@@ -83,6 +83,9 @@ class BoundLayer:
             As for `bind`, and if the driver refuses a launch.
         """
         launches = self.bind()
+        if context_is_current(self._device):  # the usual case, without the cost of a guard
+            enqueue(launches)
+            return
         with device_guard(self._device):
             enqueue(launches)
 

@@ -12,7 +12,7 @@ import pytest
 
 from cupy_moe import bound_layer, pipeline
 from cupy_moe.bound_layer import BoundLayer
-from cupy_moe.fused_moe import fp8_layers, plan_fp8_per_tensor_scale_routed_moe
+from cupy_moe.fused_moe import execution, fp8_layers, plan_fp8_per_tensor_scale_routed_moe
 from cupy_moe.plan import MoeOperands
 from cupy_moe.runtime import launch as launch_module
 from cupy_moe.runtime import scratch
@@ -92,9 +92,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(pipeline, "stream_is_capturing", lambda stream: framework.capturing)
     for module in (pipeline, bound_layer):
         monkeypatch.setattr(module, "device_guard", lambda device: nullcontext())
+    monkeypatch.setattr(bound_layer, "context_is_current", lambda device: device == 0)
     monkeypatch.setattr(launch_module, "_driver_launch", lambda: (gpu.launch, success))
-    monkeypatch.setattr("cupy_moe.fused_moe.execution.require_supported_device", lambda *_: None)
-    caches = (pipeline.bind_stages, pipeline._load, pipeline.plan_for)
+    monkeypatch.setattr(execution, "require_supported_device", lambda *_: None)
+    caches = (pipeline.bind_stages, pipeline._load, pipeline.plan_for, execution._backend)
     for cached in caches:
         cached.cache_clear()
     yield gpu

@@ -308,7 +308,7 @@ def problem_of(operation: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) 
     seen = []
     monkeypatch.setattr(fp8_layers, "bind", execution.bind)
     monkeypatch.setattr(
-        execution, "_backend", lambda _: lambda problem, _operands: seen.append(problem)
+        execution, "_backend", lambda *_: lambda problem, _operands: seen.append(problem)
     )
     with pytest.raises(AttributeError):  # the backend returned nothing
         OPERATIONS[operation](**{**layer_arguments(operation), **changes})

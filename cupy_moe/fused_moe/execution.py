@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Protocol
 
 from cupy_moe.fused_moe.settings import MoeSettings
@@ -11,14 +11,14 @@ from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult, RoutingSource
 from cupy_moe.results import allocate_result
 from cupy_moe.runtime.arrays import HOST
 from cupy_moe.types import RoutingMethodType
-from cupy_moe.validate import remember_accepted, require_supported_device
+from cupy_moe.validate import require_supported_device
 
 __all__ = ["Layer", "bind"]
 
 _MAX_SLOTS = 2**30  # permuted rows, padding included, are counted in int32
 
 
-@remember_accepted
+@lru_cache(maxsize=1024)
 def _problem(
     operation: str,
     settings: MoeSettings,
@@ -102,16 +102,15 @@ def bind(operation: str, settings: MoeSettings, operands: MoeOperands) -> Layer:
         None if logits is None else logits.dtype,
         None if bias is None else bias.dtype,
     )
-    require_supported_device(operation, hidden.device)
-    if not num_tokens:
-        return _EmptyLayer(problem, operands)
-    return _backend(hidden.device == HOST)(problem, operands)
+    backend = _backend(operation, hidden.device)
+    return backend(problem, operands) if num_tokens else _EmptyLayer(problem, operands)
 
 
 @cache
-def _backend(is_host: bool) -> Callable[[MoeProblem, MoeOperands], Layer]:
-    """Import a backend when an array comes in that needs it."""
-    if is_host:
+def _backend(operation: str, device: int) -> Callable[[MoeProblem, MoeOperands], Layer]:
+    """Check a device and import its backend, when an array comes in that needs it."""
+    require_supported_device(operation, device)
+    if device == HOST:
         from cupy_moe.fused_moe.host import HostLayer
 
         return HostLayer

@@ -15,6 +15,7 @@ DriverValue: TypeAlias = Any  # handles and codes of cuda.bindings, an optional 
 __all__ = [
     "check",
     "compute_capability",
+    "context_is_current",
     "device_guard",
     "max_shared_memory",
     "sm_count",
@@ -52,6 +53,12 @@ def _primary_context(device: int) -> tuple[Any, int, Callable[[], tuple[Any, Any
     return context, int(context), driver.cuCtxGetCurrent
 
 
+def context_is_current(device: int) -> bool:
+    """Whether a device's primary context is current, so that a `device_guard` would do nothing."""
+    _, address, get_current = _primary_context(device)
+    return int(get_current()[1]) == address
+
+
 class device_guard:  # noqa: N801 (reads as a statement)
     """Make a device's primary context current inside a ``with`` block; no-op for `HOST`.
 
@@ -67,13 +74,12 @@ class device_guard:  # noqa: N801 (reads as a statement)
 
     def __enter__(self) -> None:
         """Push the context if it is not current."""
-        if self._device == HOST:
+        if self._device == HOST or context_is_current(self._device):
             return
-        context, address, get_current = _primary_context(self._device)
-        if int(get_current()[1]) != address:
-            pushed = import_driver().cuCtxPushCurrent(context)
-            check(pushed, f"switching to cuda:{self._device}")
-            self._pushed = True
+        context, *_ = _primary_context(self._device)
+        pushed = import_driver().cuCtxPushCurrent(context)
+        check(pushed, f"switching to cuda:{self._device}")
+        self._pushed = True
 
     def __exit__(
         self,
