@@ -17,17 +17,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from cupy_moe.kernels.finalize import FinalizeConfig, bind_finalize
+from cupy_moe.kernels.expand import bind_expand
+from cupy_moe.kernels.finalize import bind_finalize
 from cupy_moe.kernels.grouped_gemm import (
     TILE_K,
     GemmConfig,
     MainloopKind,
     bind_grouped_gemm,
 )
-from cupy_moe.kernels.permute import PermuteConfig, bind_permute
-from cupy_moe.kernels.route import RouteConfig, bind_route
+from cupy_moe.kernels.permute import bind_permute
+from cupy_moe.kernels.route import bind_route
 from cupy_moe.plan import (
     DeviceTraits,
+    KernelConfig,
     MoePlan,
     MoeProblem,
     RoutingSource,
@@ -107,6 +109,7 @@ class _Functions:
 
     route: Function | None
     permute: Function
+    expand: Function | None
     fc1: Function
     fc2: Function
     finalize: Function | None
@@ -121,12 +124,13 @@ def _load(
     with device_guard(device):
         capturing = stream_is_capturing(stream)
 
-    def function(config: RouteConfig | PermuteConfig | GemmConfig | FinalizeConfig) -> Function:
+    def function(config: KernelConfig) -> Function:
         return load(config.spec(), device, capturing=capturing, arch=arch)
 
     return _Functions(
         route=function(plan.route) if plan.route else None,
         permute=function(plan.permute),
+        expand=function(plan.expand) if plan.expand else None,
         fc1=function(plan.fc1),
         fc2=function(plan.fc2),
         finalize=function(plan.finalize) if plan.finalize else None,
@@ -164,6 +168,13 @@ def _weight_map(config: GemmConfig, weights: int, experts: int, rows: int, k: in
         (k, TILE_K, rows * k),
         (TILE_K, config.tile_m, 1, 1),
     )
+
+
+def _token_map(config: GemmConfig, address: int, rows: int, k: int) -> bytes:
+    """Map of [rows, k] tokens that are not gathered: boxes of rows by one step of K."""
+    if config.mainloop_kind is not MainloopKind.Wgmma or config.gather_tokens:
+        return NO_TENSOR_MAP
+    return encode_tensor_map(address, (k, rows), (k,), (TILE_K, config.token_box))
 
 
 @lru_cache(maxsize=_MAX_BOUND_LAYERS)
@@ -217,7 +228,7 @@ def bind_stages(
                 pdl=pdl,
             )
         )
-    launches += [
+    launches.append(
         bind_permute(
             functions.permute,
             plan.permute,
@@ -227,27 +238,50 @@ def bind_stages(
             permuted_to_expanded=scratch["permuted_to_expanded"],
             tile_expert=scratch["tile_expert"],
             tile_rows=scratch["tile_rows"],
-            num_n_tiles=scratch["num_n_tiles"],
+            expert_first_tile=scratch["expert_first_tile"],
             num_slots=problem.num_slots,
             local_num_experts=experts,
             local_expert_offset=problem.local_expert_offset,
             tile_n=plan.tile_n,
             stream=stream,
             pdl=pdl,
-        ),
+        )
+    )
+    tokens = at.hidden_states
+    if functions.expand is not None and plan.expand is not None:
+        # NOTE: the copy is dead when FC2 starts to write, and takes half of its output's bytes.
+        launches.append(
+            bind_expand(
+                functions.expand,
+                plan.expand,
+                plan.expand_grid,
+                hidden_states=tokens,
+                permuted_to_expanded=scratch["permuted_to_expanded"],
+                num_n_tiles=scratch["expert_first_tile"] + 4 * experts,
+                output=gemm2_output,
+                row_bytes=hidden_size,
+                top_k=problem.top_k,
+                tile_n=plan.tile_n,
+                stream=stream,
+                pdl=pdl,
+            )
+        )
+        tokens = gemm2_output
+    launches += [
         bind_grouped_gemm(
             functions.fc1,
             plan.fc1,
             plan.fc1_grid,
+            token_map=_token_map(plan.fc1, tokens, plan.capacity, hidden_size),
             weight_map=_weight_map(
                 plan.fc1, at.gemm1_weights, experts, problem.fc1_rows, hidden_size
             ),
             weights=at.gemm1_weights,
-            tokens=at.hidden_states,
+            tokens=tokens,
             permuted_to_expanded=scratch["permuted_to_expanded"],
             tile_expert=scratch["tile_expert"],
             tile_rows=scratch["tile_rows"],
-            num_n_tiles=scratch["num_n_tiles"],
+            expert_first_tile=scratch["expert_first_tile"],
             output_scales=at.output1_scales,
             gate_scales=at.output1_gate_scales,
             clamp_limits=at.clamp_limit,
@@ -257,6 +291,7 @@ def bind_stages(
             k=hidden_size,
             top_k=problem.top_k,
             token_scales_are_f32=weights_are_f32,
+            local_num_experts=experts,
             stream=stream,
             pdl=pdl,
         ),
@@ -264,6 +299,9 @@ def bind_stages(
             functions.fc2,
             plan.fc2,
             plan.fc2_grid,
+            token_map=_token_map(
+                plan.fc2, scratch["intermediate"], plan.capacity, problem.intermediate_size
+            ),
             weight_map=_weight_map(
                 plan.fc2, at.gemm2_weights, experts, hidden_size, problem.intermediate_size
             ),
@@ -272,7 +310,7 @@ def bind_stages(
             permuted_to_expanded=scratch["permuted_to_expanded"],
             tile_expert=scratch["tile_expert"],
             tile_rows=scratch["tile_rows"],
-            num_n_tiles=scratch["num_n_tiles"],
+            expert_first_tile=scratch["expert_first_tile"],
             output_scales=at.output2_scales,
             gate_scales=0,
             clamp_limits=0,
@@ -282,6 +320,7 @@ def bind_stages(
             k=problem.intermediate_size,
             top_k=problem.top_k,
             token_scales_are_f32=False,
+            local_num_experts=experts,
             stream=stream,
             pdl=pdl,
         ),

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from cupy_moe.kernels.expand import ExpandConfig, all_expand_configs
 from cupy_moe.kernels.finalize import FinalizeConfig, all_finalize_configs
 from cupy_moe.kernels.grouped_gemm import (
     TILE_SHAPES,
@@ -19,9 +20,10 @@ from cupy_moe.kernels.grouped_gemm import (
     GemmStage,
     MainloopKind,
     all_gemm_configs,
+    gather_choices,
     mainloop_for,
 )
-from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs
+from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs, permute_config
 from cupy_moe.kernels.route import RouteConfig, all_route_configs, route_config
 from cupy_moe.types import ActivationType, RoutingMethodType
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceTraits",
+    "KernelConfig",
     "MoeOperands",
     "MoePlan",
     "MoeProblem",
@@ -42,6 +45,8 @@ __all__ = [
     "plan_moe",
     "tile_candidates",
 ]
+
+KernelConfig: TypeAlias = "RouteConfig | PermuteConfig | ExpandConfig | GemmConfig | FinalizeConfig"
 
 # Every scratch buffer starts on its own 256 bytes, as allocators and 16-byte vectors want it.
 SCRATCH_ALIGNMENT = 256
@@ -164,10 +169,12 @@ class Tiling:
     tile_n: int
     fc1_tile_m: int
     fc2_tile_m: int
+    gather: bool = True  # FC1 gathers token rows itself, else a permuted copy is made first
 
     def __str__(self) -> str:
         """Short form for tables: ``128|256 x 64``."""
-        return f"{self.fc1_tile_m}|{self.fc2_tile_m} x {self.tile_n}"
+        copied = "" if self.gather else " copied"
+        return f"{self.fc1_tile_m}|{self.fc2_tile_m} x {self.tile_n}{copied}"
 
 
 @dataclass(frozen=True)
@@ -178,6 +185,8 @@ class MoePlan:
     capacity: int  # rows of the permuted buffers
     route: RouteConfig | None
     permute: PermuteConfig
+    expand: ExpandConfig | None
+    expand_grid: int
     fc1: GemmConfig
     fc2: GemmConfig
     fc1_grid: int
@@ -188,11 +197,13 @@ class MoePlan:
 
 def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
     """All tilings that divide the problem's weights; any of them gives the same bits."""
-    shapes = TILE_SHAPES[mainloop_for(device.arch)]
+    kind = mainloop_for(device.arch)
+    shapes = TILE_SHAPES[kind]
     return [
-        Tiling(tile_n, fc1_tile_m, fc2_tile_m)
+        Tiling(tile_n, fc1_tile_m, fc2_tile_m, gather)
         for fc1_tile_m, tile_n in shapes
         for fc2_tile_m, other_tile_n in shapes
+        for gather in gather_choices(kind, tile_n)
         if tile_n == other_tile_n
         and problem.fc1_rows % fc1_tile_m == 0
         and problem.hidden_size % fc2_tile_m == 0
@@ -245,6 +256,7 @@ def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
         tile_n,
         _choose_tile_m(problem.fc1_rows, token_tiles, tile_n, device.num_sms),
         _choose_tile_m(problem.hidden_size, token_tiles, tile_n, device.num_sms),
+        gather=tile_n < 128,
     )
 
 
@@ -264,7 +276,7 @@ def _scratch_buffers(problem: MoeProblem, capacity: int, token_tiles: int) -> li
         ("permuted_to_expanded", 4 * capacity),
         ("tile_expert", 4 * token_tiles),
         ("tile_rows", 4 * token_tiles),
-        ("num_n_tiles", 4),
+        ("expert_first_tile", 4 * (problem.local_num_experts + 1)),
         ("intermediate", capacity * problem.intermediate_size),
     ]
     if problem.routing_source is RoutingSource.Logits:
@@ -284,14 +296,31 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
     kind, tile_n = mainloop_for(device.arch), tiling.tile_n
     token_tiles = max_token_tiles(problem.num_slots, problem.local_num_experts, tile_n)
     capacity = token_tiles * tile_n
-    fc1 = GemmConfig.make(GemmStage.Fc1, problem.activation, kind, tiling.fc1_tile_m, tile_n)
-    fc2 = GemmConfig.make(GemmStage.Fc2, problem.activation, kind, tiling.fc2_tile_m, tile_n)
+    fc1 = GemmConfig.make(
+        GemmStage.Fc1,
+        problem.activation,
+        kind,
+        tiling.fc1_tile_m,
+        tile_n,
+        gather_tokens=tiling.gather,
+    )
+    fc2 = GemmConfig.make(
+        GemmStage.Fc2, problem.activation, kind, tiling.fc2_tile_m, tile_n, gather_tokens=False
+    )
+    expand = None if tiling.gather else ExpandConfig()
     from_logits = problem.routing_source is RoutingSource.Logits
     return MoePlan(
         tile_n=tile_n,
         capacity=capacity,
         route=route_config(problem) if from_logits else None,
-        permute=PermuteConfig(packed_ids=problem.routing_source is RoutingSource.Packed),
+        permute=permute_config(
+            packed_ids=problem.routing_source is RoutingSource.Packed,
+            num_slots=problem.num_slots,
+            local_num_experts=problem.local_num_experts,
+            arch=device.arch,
+        ),
+        expand=expand,
+        expand_grid=expand.grid(capacity, device.num_sms) if expand else 0,
         fc1=fc1,
         fc2=fc2,
         fc1_grid=_persistent_grid(fc1, problem.fc1_rows, token_tiles, device.num_sms),
@@ -303,9 +332,10 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
 
 def all_specializations(arch: str) -> list[KernelSpec]:
     """Every translation unit any plan for an architecture can ask for."""
-    configs: list[RouteConfig | PermuteConfig | GemmConfig | FinalizeConfig] = [
+    configs: list[KernelConfig] = [
         *all_route_configs(),
-        *all_permute_configs(),
+        *all_permute_configs(arch),
+        *(all_expand_configs() if mainloop_for(arch) is MainloopKind.Wgmma else []),
         *all_gemm_configs(mainloop_for(arch)),
         *all_finalize_configs(),
     ]

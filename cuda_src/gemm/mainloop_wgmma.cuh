@@ -1,6 +1,7 @@
-// Main loop for Hopper (sm_90a): weights by TMA, tokens gathered by cp.async, products by wgmma.
+// Main loop for Hopper (sm_90a): weights by TMA, tokens by TMA or gathered by cp.async, products by
+// wgmma.
 //
-// The last warpgroup fills a ring of stages: its warp 0 copies weight tiles, warps 2 and 3 gather
+// The last warpgroup fills a ring of stages: its warp 0 copies weight tiles, warps 2 and 3 bring
 // token rows. The others multiply; each owns kGroupRows weight rows of the tile, all its tokens and
 // its part of the epilogue. All roles walk the same list of tiles, so the ring never drains between
 // tiles.
@@ -76,7 +77,8 @@ struct MainloopWgmma {
     __device__ __forceinline__ i32 fragment_column(i32 n) const { return 8 * n; }
   };
 
-  static constexpr i32 kTokenWarps = 2;
+  static constexpr i32 kTokenWarps = Config::kGatherTokens ? 2 : 1;  // that announce rows
+  static constexpr i32 kTokenBox = min(Config::kTileN, 32);          // rows of one copy
   static constexpr i32 kConsumerWarps = 4 * kConsumers;
 
   __device__ static void init_barriers(Smem& smem) {
@@ -106,6 +108,25 @@ struct MainloopWgmma {
     }
   }
 
+  // Only the boxes with rows in use are copied.
+  __device__ static void copy_tokens(Smem& smem, const Params& p) {
+    TileScheduler<Config> scheduler(p);
+    Tile tile;
+    Ring ring;
+    while (scheduler.advance(tile)) {
+      const i32 num_boxes = ceil_div(tile.num_rows, kTokenBox);
+      for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
+        ptx::mbarrier_wait_parity(&smem.empty[ring.stage], ring.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(&smem.full[ring.stage], num_boxes * kTokenBox * kTileBytesK);
+        for (i32 box = 0; box < num_boxes; ++box) {
+          ptx::tma_load_2d(smem.tokens[ring.stage] + box * kTokenBox * kTileBytesK, &p.token_map,
+                           &smem.full[ring.stage], step * kTileBytesK,
+                           tile.first_row + box * kTokenBox, ptx::L2Hint::EvictNormal);
+        }
+      }
+    }
+  }
+
   // A warp copies four rows at a time, eight lanes a row. Its lanes keep the sources of all its
   // rows between them. The rows of a stage are announced once kAhead later stages are on their way.
   __device__ static void gather_tokens(Smem& smem, const Params& p, i32 warp, i32 lane) {
@@ -128,23 +149,22 @@ struct MainloopWgmma {
     Ring ring, announced;
     i32 in_flight = 0;
     while (scheduler.advance(tile)) {
-      i32 sources[ceil_div(kPasses, 8)];
+      u32 source[kPasses];  // past the rows in use, the last of them again
 #pragma unroll
-      for (i32 i = 0; i < ceil_div(kPasses, 8); ++i) {
-        const i32 r = 4 * warp + kRowsAtOnce * (8 * i + lane / 4) + lane % 4;
-        sources[i] = r < tile.num_rows ? source_row<Config>(p, tile.first_row + r) : -1;
+      for (i32 i = 0; i < kPasses; ++i) {
+        const i32 r = min(row + i * kRowsAtOnce, tile.num_rows - 1);
+        source[i] = static_cast<u32>(source_row<Config>(p, tile.first_row + r));
       }
       const u8* column = p.tokens + vector * 16;
+      const u32 row_bytes = static_cast<u32>(p.k);
       for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
         ptx::mbarrier_wait_parity(&smem.empty[ring.stage], ring.parity ^ 1);
         u8* tokens = smem.tokens[ring.stage] + offset;
 #pragma unroll
         for (i32 i = 0; i < kPasses; ++i) {
-          const i32 source = __shfl_sync(~0u, sources[i / 8], i % 8 * 4 + lane / 8);
-          if (source >= 0) {
-            ptx::cp_async_cg_16(tokens + i * kRowsAtOnce * kTileBytesK,
-                                column + static_cast<i64>(source) * p.k, true);
-          }
+          if (i * kRowsAtOnce >= tile.num_rows) break;
+          ptx::cp_async_cg_16(tokens + i * kRowsAtOnce * kTileBytesK,
+                              column + static_cast<u64>(source[i]) * row_bytes);
         }
         column += kTileBytesK;
         ptx::cp_async_commit_group();
@@ -164,23 +184,25 @@ struct MainloopWgmma {
   template <i32 kN>
   __device__ static void multiply(Smem& smem, Ring& ring, const Group& group, i32 num_steps,
                                   Accumulators& acc) {
-    constexpr u64 kDescriptorsPerSubtile = 64 * kTileBytesK / 16;
+    const ptx::Swizzle128Operand weights(smem.weights[0] + group.index * kGroupRows * kTileBytesK);
+    const ptx::Swizzle128Operand tokens(smem.tokens[0]);
+    auto issue = [&](float* d, i32 m) {
+      const u32 a = ring.stage * sizeof(smem.weights[0]) + m * 64 * kTileBytesK;
+      const u32 b = ring.stage * sizeof(smem.tokens[0]);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (i32 k = 0; k < kTileBytesK; k += 32) {
+        ptx::WgmmaE4m3<kN>::mma(d, weights.descriptor(a + k), tokens.descriptor(b + k), k != 0);
+      }
+      ptx::wgmma_commit_group();
+    };
 #pragma unroll 1
     for (i32 step = 0; step < num_steps; ++step, ring.advance()) {
       ptx::mbarrier_wait_parity(&smem.full[ring.stage], ring.parity);
-      const u64 a = ptx::swizzle128_descriptor(smem.weights[ring.stage] +
-                                               group.index * kGroupRows * kTileBytesK);
-      const u64 b = ptx::swizzle128_descriptor(smem.tokens[ring.stage]);
 #pragma unroll
       for (i32 m = 0; m < kFragsM; ++m) {
         float partial[kN / 2];
-        ptx::wgmma_fence();
-#pragma unroll
-        for (i32 k = 0; k < 4; ++k) {
-          ptx::WgmmaE4m3<kN>::mma(partial, a + m * kDescriptorsPerSubtile + 2 * k, b + 2 * k,
-                                  k != 0);
-        }
-        ptx::wgmma_commit_group();
+        issue(partial, m);
         ptx::wgmma_wait_group<0>();
 #pragma unroll
         for (i32 i = 0; i < kN / 2; ++i) acc[m][i / 4][i % 4] += partial[i];
@@ -225,8 +247,9 @@ struct MainloopWgmma {
 
   // Calls epilogue(tile, group, accumulators, scales) for every tile of this block.
   //
-  // FC2 starts to load weights before FC1 has ended: the list of tiles comes from the permutation,
-  // which had ended before FC1 let FC2 start. Only FC1's rows must be waited for.
+  // Unless tokens are gathered, this GEMM follows a kernel that let it start after the permutation
+  // had ended. So the list of tiles is there: weights are loaded at once and only the rows that the
+  // kernel before writes are waited for.
   template <typename Epilogue>
   __device__ static void for_each_tile(Smem& smem, const Params& p, Epilogue epilogue) {
     init_barriers(smem);
@@ -237,16 +260,21 @@ struct MainloopWgmma {
       const i32 producer = warp - kConsumerWarps;
       if (producer == 0 && lane == 0) {
         ptx::prefetch_tensor_map(&p.weight_map);
-        if constexpr (kIsFc1<Config>) ptx::griddepcontrol_wait();
+        if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
         copy_weights(smem, p);
-      } else if (producer >= 4 - kTokenWarps) {
+      } else if (producer >= 2) {
         ptx::griddepcontrol_wait();
         ptx::griddepcontrol_launch_dependents();
-        gather_tokens(smem, p, producer - (4 - kTokenWarps), lane);
+        if constexpr (Config::kGatherTokens) {
+          gather_tokens(smem, p, producer - 2, lane);
+        } else if (producer == 2 && lane == 0) {
+          ptx::fence_proxy_async_global();
+          copy_tokens(smem, p);
+        }
       }
     } else {
       ptx::setmaxnreg_inc<224>();
-      if constexpr (kIsFc1<Config>) ptx::griddepcontrol_wait();
+      if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
       consume(smem, p, warp / 4, epilogue);
     }
   }

@@ -18,6 +18,15 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
 }
 
 // Copies the box at the given coordinates (innermost first); its bytes complete `barrier`.
+__device__ __forceinline__ void tma_load_2d(void* smem, const TensorMap* map, u64* barrier, i32 c0,
+                                            i32 c1, L2Hint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(cvta_to_shared(smem)),
+      "l"(map), "r"(cvta_to_shared(barrier)), "r"(c0), "r"(c1), "l"(static_cast<u64>(hint))
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, i32 c0,
                                             i32 c1, i32 c2, i32 c3, L2Hint hint) {
   asm volatile(
@@ -32,6 +41,11 @@ __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u6
 // tensor cores.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for global memory, also when another kernel wrote it.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 }  // namespace cupy_moe::ptx

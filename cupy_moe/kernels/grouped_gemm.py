@@ -16,23 +16,26 @@ if TYPE_CHECKING:
 __all__ = [
     "PARAMS",
     "SUPPORTED_ACTIVATIONS",
+    "TILE_K",
     "TILE_SHAPES",
     "GemmConfig",
     "GemmStage",
     "MainloopKind",
     "all_gemm_configs",
     "bind_grouped_gemm",
+    "gather_choices",
     "mainloop_for",
 ]
 
 PARAMS = ParamLayout(
+    ("token_map", "tensor_map"),
     ("weight_map", "tensor_map"),
     ("weights", "ptr"),
     ("tokens", "ptr"),
     ("permuted_to_expanded", "ptr"),
     ("tile_expert", "ptr"),
     ("tile_rows", "ptr"),
-    ("num_n_tiles", "ptr"),
+    ("expert_first_tile", "ptr"),
     ("output_scales", "ptr"),
     ("gate_scales", "ptr"),
     ("clamp_limits", "ptr"),
@@ -42,6 +45,7 @@ PARAMS = ParamLayout(
     ("k", "i32"),
     ("top_k", "i32"),
     ("token_scales_are_f32", "i32"),
+    ("local_num_experts", "i32"),
 )
 
 TILE_K = 128
@@ -109,6 +113,7 @@ class GemmConfig:
     warps_n: int
     num_threads: int
     min_blocks: int
+    gather_tokens: bool  # by permuted_to_expanded; else rows are in place
     stream_weights: bool  # weights leave the L2 cache first
     staging_bytes: int  # of one group of threads that shares output rows
     smem_bytes: int
@@ -121,6 +126,8 @@ class GemmConfig:
         kind: MainloopKind,
         tile_m: int,
         tile_n: int,
+        *,
+        gather_tokens: bool,
     ) -> GemmConfig:
         """Fill in what follows from the tile; FC2 has no activation of its own."""
         if (tile_m, tile_n) not in TILE_SHAPES[kind]:
@@ -151,10 +158,16 @@ class GemmConfig:
             num_threads=32 * (warps_m * warps_n + producer_warps),
             # NOTE: a register cap of two blocks an SM makes larger token tiles spill (NVRTC 13.0).
             min_blocks=2 if not is_wgmma and tile_n <= 32 else 1,
+            gather_tokens=gather_tokens,
             stream_weights=tile_n < 128,
             staging_bytes=staging_bytes,
             smem_bytes=smem_bytes,
         )
+
+    @property
+    def token_box(self) -> int:
+        """Rows of one copy of tokens that are in place."""
+        return min(self.tile_n, 32)
 
     def spec(self) -> KernelSpec:
         """Return the translation unit of this specialization."""
@@ -185,16 +198,22 @@ def _shared_memory(
 
 def all_gemm_configs(kind: MainloopKind) -> list[GemmConfig]:
     """Every specialization a plan can ask for."""
-    activations = {
-        GemmStage.Fc1: SUPPORTED_ACTIVATIONS,
-        GemmStage.Fc2: (ActivationType.Identity,),
-    }
-    return [
-        GemmConfig.make(stage, activation, kind, *shape)
-        for stage in GemmStage
-        for activation in activations[stage]
+    fc1 = [
+        GemmConfig.make(GemmStage.Fc1, activation, kind, *shape, gather_tokens=gather)
+        for activation in SUPPORTED_ACTIVATIONS
+        for shape in TILE_SHAPES[kind]
+        for gather in gather_choices(kind, shape[1])
+    ]
+    fc2 = [
+        GemmConfig.make(GemmStage.Fc2, ActivationType.Identity, kind, *shape, gather_tokens=False)
         for shape in TILE_SHAPES[kind]
     ]
+    return fc1 + fc2
+
+
+def gather_choices(kind: MainloopKind, tile_n: int) -> tuple[bool, ...]:
+    """Whether FC1 may gather token rows itself, may read a permuted copy, or both."""
+    return (True, False) if kind is MainloopKind.Wgmma and tile_n >= 64 else (True,)
 
 
 def bind_grouped_gemm(
@@ -202,13 +221,14 @@ def bind_grouped_gemm(
     config: GemmConfig,
     num_blocks: int,
     *,
+    token_map: bytes,
     weight_map: bytes,
     weights: int,
     tokens: int,
     permuted_to_expanded: int,
     tile_expert: int,
     tile_rows: int,
-    num_n_tiles: int,
+    expert_first_tile: int,
     output_scales: int,
     gate_scales: int,
     clamp_limits: int,
@@ -218,18 +238,20 @@ def bind_grouped_gemm(
     k: int,
     top_k: int,
     token_scales_are_f32: bool,
+    local_num_experts: int,
     stream: int,
     pdl: bool,
 ) -> BoundLaunch:
     """Prepare a launch of the loaded ``config``; addresses as in ``Params`` of the kernel."""
     params = PARAMS.pack(
+        token_map,
         weight_map,
         weights,
         tokens,
         permuted_to_expanded,
         tile_expert,
         tile_rows,
-        num_n_tiles,
+        expert_first_tile,
         output_scales,
         gate_scales,
         clamp_limits,
@@ -239,6 +261,7 @@ def bind_grouped_gemm(
         k,
         top_k,
         token_scales_are_f32,
+        local_num_experts,
     )
     return bind(
         function,
