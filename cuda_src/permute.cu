@@ -22,10 +22,9 @@ struct Params {
   u16* expert_weights;        // [num_slots] bf16 of the packed words; null for plain ids
   i32* expanded_to_permuted;  // [num_slots] row of the slot, or -1
   i32* permuted_to_expanded;  // [padded rows] slot of the row, or -1 for padding
-  i32* tile_expert;           // [token tiles] local expert of each tile
-  i32* tile_rows;             // [token tiles] rows of each tile before its padding: 1 .. tile_n
-  i32* expert_first_tile;     // [local_num_experts + 1] first token tile; at the end their number
-  i32* tile_counters;         // [2] tiles that blocks of FC1 and FC2 have taken: none yet
+  int4* tile_info;            // [token tiles] expert, its first tile, its tiles, rows in use: 1 ...
+  i32*
+      schedule;  // [3] token tiles in use; tiles that blocks of FC1 and of FC2 have taken: none yet
   i32 num_slots;
   i32 local_num_experts;
   i32 local_expert_offset;
@@ -215,8 +214,8 @@ __device__ void write_tiles(const Params& p, const Smem& smem, const Place& at, 
     if (at.lane < share && tile < num_tiles) {
       const i32 expert = expert_of_tile(p, smem, tile);
       rows = min(rows, smem.counts[expert] - (tile - smem.first_tiles[expert]) * p.tile_n);
-      p.tile_expert[tile] = expert;
-      p.tile_rows[tile] = rows;
+      const i32 num_expert_tiles = ceil_div(smem.counts[expert], p.tile_n);
+      p.tile_info[tile] = make_int4(expert, smem.first_tiles[expert], num_expert_tiles, rows);
     }
     if (__all_sync(~0u, rows == p.tile_n)) continue;
     for (i32 base = 0; base < share * p.tile_n; base += 32) {
@@ -249,14 +248,6 @@ __device__ void place_run(const Params& p, const Run& run, const Place& at, i32*
   });
 }
 
-__device__ void write_schedule(const Params& p, const Smem& smem, i32 num_tiles) {
-  for (i32 e = static_cast<i32>(threadIdx.x); e < p.local_num_experts; e += kNumThreads) {
-    p.expert_first_tile[e] = smem.first_tiles[e];
-  }
-  if (threadIdx.x == 0) p.expert_first_tile[p.local_num_experts] = num_tiles;
-  if (threadIdx.x < 2) p.tile_counters[threadIdx.x] = 0;
-}
-
 extern "C" __global__ void __launch_bounds__(kNumThreads)
     permute(const __grid_constant__ Params p) {
   extern __shared__ i32 smem_raw[];
@@ -279,7 +270,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   if constexpr (kClusterSize > 1) ptx::barrier_cluster_arrive_relaxed();
   __syncthreads();
 
-  if (blockIdx.x == 0) write_schedule(p, smem, num_tiles);
+  if (blockIdx.x == 0 && threadIdx.x < 3)
+    p.schedule[threadIdx.x] = threadIdx.x == 0 ? num_tiles : 0;
   place_run(p, run, at, warp_rows);
   write_tiles(p, smem, at, num_tiles);
   if constexpr (kClusterSize > 1) ptx::barrier_cluster_wait();

@@ -2,6 +2,10 @@
 
 Nothing else knows the sequence. Every call is graph-safe: grids and buffers follow from sizes,
 counts stay on the device, nothing synchronizes.
+
+Launches are bound first (sizes and addresses to parameter structs and configurations) and enqueued
+then. Binding is a pure function of plain values; its latest results are remembered, so that a layer
+that comes back with the same addresses, as from a caching allocator, costs its launches only.
 """
 
 from __future__ import annotations
@@ -11,28 +15,27 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from cupy_moe.kernels.finalize import launch_finalize
+from cupy_moe.kernels.expand import bind_expand
+from cupy_moe.kernels.finalize import bind_finalize
 from cupy_moe.kernels.grouped_gemm import (
     TILE_K,
     GemmConfig,
     MainloopKind,
-    launch_grouped_gemm,
+    bind_grouped_gemm,
 )
-from cupy_moe.kernels.permute import launch_permute
-from cupy_moe.kernels.route import launch_route
+from cupy_moe.kernels.permute import bind_permute
+from cupy_moe.kernels.route import bind_route
 from cupy_moe.plan import (
     DeviceTraits,
     KernelConfig,
-    MoeOperands,
     MoePlan,
     MoeProblem,
-    MoeResult,
     RoutingSource,
     Tiling,
     plan_moe,
 )
-from cupy_moe.runtime.arrays import ArrayRef
 from cupy_moe.runtime.devices import (
     compute_capability,
     device_guard,
@@ -40,12 +43,13 @@ from cupy_moe.runtime.devices import (
     stream_is_capturing,
 )
 from cupy_moe.runtime.jit import Function, arch_for, load
-from cupy_moe.runtime.scratch import allocate
+from cupy_moe.runtime.launch import BoundLaunch
 from cupy_moe.runtime.tensor_map import NO_TENSOR_MAP, encode_tensor_map
 
-__all__ = ["compiled_for", "run_moe", "tiled_as"]
+__all__ = ["Addresses", "bind_stages", "compiled_for", "overrides", "plan_for", "tiled_as"]
 
 _FIRST_PDL_CAPABILITY = (9, 0)
+_MAX_BOUND_LAYERS = 1024  # remembered, about 3 KiB each
 
 _arch_override: ContextVar[str | None] = ContextVar("arch_override", default=None)
 _tiling_override: ContextVar[Tiling | None] = ContextVar("tiling_override", default=None)
@@ -83,123 +87,83 @@ def tiled_as(tiling: Tiling) -> Iterator[None]:
         _tiling_override.reset(token)
 
 
+def overrides() -> tuple[str | None, Tiling | None]:
+    """Architecture and tiling of the `compiled_for` and `tiled_as` blocks around the caller."""
+    return _arch_override.get(), _tiling_override.get()
+
+
 def _traits(device: int, arch: str | None) -> DeviceTraits:
     arch = arch or arch_for(compute_capability(device))
     return DeviceTraits(arch=arch, num_sms=sm_count(device))
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    """A plan and its loaded functions."""
+@lru_cache(maxsize=4096)
+def plan_for(problem: MoeProblem, device: int, arch: str | None, tiling: Tiling | None) -> MoePlan:
+    """Plan for a device and the overrides in force."""
+    return plan_moe(problem, _traits(device, arch), tiling)
 
-    plan: MoePlan
+
+@dataclass(frozen=True, slots=True)
+class _Functions:
+    """The loaded kernels of a plan."""
+
     route: Function | None
     permute: Function
+    expand: Function | None
     fc1: Function
     fc2: Function
     finalize: Function | None
 
 
 @lru_cache(maxsize=4096)
-def _prepare(
-    problem: MoeProblem, device: int, capturing: bool, arch: str | None, tiling: Tiling | None
-) -> _Kernels:
-    """Plan and load; `capturing` is part of the key only to reach the loader's check."""
-    plan = plan_moe(problem, _traits(device, arch), tiling)
+def _load(
+    problem: MoeProblem, device: int, arch: str | None, tiling: Tiling | None, stream: int
+) -> _Functions:
+    """Load a plan's kernels; `stream` is part of the key only to reach the loader's check."""
+    plan = plan_for(problem, device, arch, tiling)
+    with device_guard(device):
+        capturing = stream_is_capturing(stream)
 
     def function(config: KernelConfig) -> Function:
         return load(config.spec(), device, capturing=capturing, arch=arch)
 
-    return _Kernels(
-        plan=plan,
+    return _Functions(
         route=function(plan.route) if plan.route else None,
         permute=function(plan.permute),
+        expand=function(plan.expand) if plan.expand else None,
         fc1=function(plan.fc1),
         fc2=function(plan.fc2),
         finalize=function(plan.finalize) if plan.finalize else None,
     )
 
 
-class _Buffers:
-    """Buffers of a call: addresses of the scratch by name, and what the caller receives."""
+class Addresses(NamedTuple):
+    """Where the arrays of a call are, 0 for none; the last three lie in the scratch then."""
 
-    def __init__(
-        self, problem: MoeProblem, operands: MoeOperands, plan: MoePlan, capturing: bool
-    ) -> None:
-        like = operands.hidden_states
-        framework, device = like.framework, like.device
-        workspace = operands.workspace_buffer
-        if workspace is None or workspace.nbytes < plan.scratch.num_bytes:
-            workspace = allocate(framework, plan.scratch.num_bytes, device, capturing=capturing)
-        self._scratch = workspace  # keeps the memory until the launches are enqueued
-        base = workspace.ptr
-        self.addresses = {name: base + at for name, at in plan.scratch.offsets.items()}
-        self.result = MoeResult()
-        if problem.do_finalize:
-            shape = (problem.num_tokens, problem.hidden_size)
-            self.result.output = operands.output or framework.empty(shape, "bfloat16", device)
-            return
-        self.result.gemm2_output = framework.empty(
-            (plan.capacity, problem.hidden_size), "bfloat16", device
-        )
-        self.result.expanded_idx_to_permuted_idx = framework.empty(
-            (problem.num_slots,), "int32", device
-        )
-        self.result.expert_weights = operands.topk_weights or framework.empty(
-            (problem.num_tokens, problem.top_k), "bfloat16", device
-        )
-
-    def result_or_scratch(self, result: ArrayRef | None, name: str) -> int:
-        """Address of an array that the caller receives, else of its place in the scratch."""
-        return self.addresses[name] if result is None else result.ptr
+    hidden_states: int
+    gemm1_weights: int
+    gemm2_weights: int
+    output1_scales: int
+    output1_gate_scales: int
+    output2_scales: int
+    clamp_limit: int
+    topk_ids: int
+    routing_logits: int
+    routing_bias: int
+    routing_replay_out: int
+    scratch: int
+    output: int
+    expert_weights: int
+    gemm2_output: int
+    expanded_to_permuted: int
 
 
-def run_moe(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
-    """Enqueue one layer on the caller's current stream.
-
-    Parameters
-    ----------
-    problem : MoeProblem
-        Of at least one token.
-    operands : MoeOperands
-        CUDA arrays of one device, validated against the problem.
-
-    Returns
-    -------
-    MoeResult
-        Arrays of the kind of ``hidden_states``.
-
-    Raises
-    ------
-    KernelCompileError
-        If a kernel does not compile.
-    RuntimeError
-        If a kernel would have to be loaded during a stream capture, or the driver refuses a launch.
-    """
-    hidden = operands.hidden_states
-    framework, device = hidden.framework, hidden.device
-    with device_guard(device):
-        stream = framework.current_stream(device)
-        capturing = stream_is_capturing(stream)
-        kernels = _prepare(problem, device, capturing, _arch_override.get(), _tiling_override.get())
-        buffers = _Buffers(problem, operands, kernels.plan, capturing)
-        pdl = operands.enable_pdl is not False
-        pdl = pdl and compute_capability(device) >= _FIRST_PDL_CAPABILITY
-        _enqueue(problem, operands, kernels, buffers, stream, pdl)
-    return buffers.result
-
-
-def _address(ref: ArrayRef | None) -> int:
-    return 0 if ref is None else ref.ptr
-
-
-def _weight_map(config: GemmConfig, weights: ArrayRef) -> bytes:
+def _weight_map(config: GemmConfig, weights: int, experts: int, rows: int, k: int) -> bytes:
     """Map of [experts, rows, k] weights: boxes of tile_m rows by one step of K."""
     if config.mainloop_kind is not MainloopKind.Wgmma:
         return NO_TENSOR_MAP
-    experts, rows, k = weights.shape
     return encode_tensor_map(
-        weights.ptr,
+        weights,
         (TILE_K, rows, k // TILE_K, experts),
         (k, TILE_K, rows * k),
         (TILE_K, config.tile_m, 1, 1),
@@ -207,131 +171,172 @@ def _weight_map(config: GemmConfig, weights: ArrayRef) -> bytes:
 
 
 def _token_map(config: GemmConfig, address: int, rows: int, k: int) -> bytes:
-    """Map of [rows, k] tokens that are in place: boxes of rows by one step of K."""
-    if config.mainloop_kind is not MainloopKind.Wgmma:
+    """Map of [rows, k] tokens that are not gathered: boxes of rows by one step of K."""
+    if config.mainloop_kind is not MainloopKind.Wgmma or config.gather_tokens:
         return NO_TENSOR_MAP
     return encode_tensor_map(address, (k, rows), (k,), (TILE_K, config.token_box))
 
 
-def _enqueue(
+@lru_cache(maxsize=_MAX_BOUND_LAYERS)
+def bind_stages(
     problem: MoeProblem,
-    operands: MoeOperands,
-    kernels: _Kernels,
-    buffers: _Buffers,
+    device: int,
+    arch: str | None,
+    tiling: Tiling | None,
+    enable_pdl: bool | None,
+    routed_scaling_factor: float,
+    addresses: tuple[int, ...],
     stream: int,
-    pdl: bool,
-) -> None:
-    plan, result, scratch = kernels.plan, buffers.result, buffers.addresses
-    to_permuted = buffers.result_or_scratch(
-        result.expanded_idx_to_permuted_idx, "expanded_to_permuted"
-    )
-    gemm2_output = buffers.result_or_scratch(result.gemm2_output, "gemm2_output")
-    expert_weights = buffers.result_or_scratch(
-        result.expert_weights or operands.topk_weights, "expert_weights"
-    )
+) -> tuple[BoundLaunch, ...]:
+    """Bind the stages of a layer, in order, to the fields of `Addresses` and a stream.
+
+    Raises
+    ------
+    KernelCompileError
+        If a kernel does not compile.
+    RuntimeError
+        If a kernel would have to be loaded during a stream capture.
+    """
+    at = Addresses(*addresses)
+    plan = plan_for(problem, device, arch, tiling)
+    functions = _load(problem, device, arch, tiling, stream)
+    pdl = enable_pdl is not False and compute_capability(device) >= _FIRST_PDL_CAPABILITY
+    scratch = {name: at.scratch + offset for name, offset in plan.scratch.offsets.items()}
+    to_permuted = at.expanded_to_permuted or scratch["expanded_to_permuted"]
+    gemm2_output = at.gemm2_output or scratch["gemm2_output"]
+    expert_weights = at.expert_weights or scratch["expert_weights"]
     weights_are_f32 = problem.expert_weights_dtype == "float32"
     packed = problem.routing_source is RoutingSource.Packed
+    experts, hidden_size = problem.local_num_experts, problem.hidden_size
+    launches = []
 
-    topk_ids = _address(operands.topk_ids)
-    if kernels.route is not None and plan.route is not None:
+    topk_ids = at.topk_ids
+    if functions.route is not None and plan.route is not None:
         topk_ids = scratch["topk_ids"]
-        launch_route(
-            kernels.route,
-            plan.route,
-            problem,
-            logits=_address(operands.routing_logits),
-            bias=_address(operands.routing_bias),
+        launches.append(
+            bind_route(
+                functions.route,
+                plan.route,
+                problem,
+                logits=at.routing_logits,
+                bias=at.routing_bias,
+                topk_ids=topk_ids,
+                topk_weights=expert_weights,
+                routing_replay_out=at.routing_replay_out,
+                routed_scaling_factor=routed_scaling_factor,
+                stream=stream,
+                pdl=pdl,
+            )
+        )
+    launches.append(
+        bind_permute(
+            functions.permute,
+            plan.permute,
             topk_ids=topk_ids,
-            topk_weights=expert_weights,
-            routing_replay_out=_address(operands.routing_replay_out),
-            routed_scaling_factor=operands.routed_scaling_factor,
-            stream=stream,
-            pdl=pdl,
-        )
-    launch_permute(
-        kernels.permute,
-        plan.permute,
-        topk_ids=topk_ids,
-        expert_weights=expert_weights if packed else 0,
-        expanded_to_permuted=to_permuted,
-        permuted_to_expanded=scratch["permuted_to_expanded"],
-        tile_expert=scratch["tile_expert"],
-        tile_rows=scratch["tile_rows"],
-        expert_first_tile=scratch["expert_first_tile"],
-        tile_counters=scratch["tile_counters"],
-        num_slots=problem.num_slots,
-        local_num_experts=problem.local_num_experts,
-        local_expert_offset=problem.local_expert_offset,
-        tile_n=plan.tile_n,
-        stream=stream,
-        pdl=pdl,
-    )
-    launch_grouped_gemm(
-        kernels.fc1,
-        plan.fc1,
-        plan.fc1_grid,
-        token_map=NO_TENSOR_MAP,
-        weight_map=_weight_map(plan.fc1, operands.gemm1_weights),
-        weights=operands.gemm1_weights.ptr,
-        tokens=operands.hidden_states.ptr,
-        permuted_to_expanded=scratch["permuted_to_expanded"],
-        tile_expert=scratch["tile_expert"],
-        tile_rows=scratch["tile_rows"],
-        expert_first_tile=scratch["expert_first_tile"],
-        tile_counter=scratch["tile_counters"],
-        output_scales=operands.output1_scales.ptr,
-        gate_scales=operands.output1_gate_scales.ptr,
-        clamp_limits=_address(operands.clamp_limit),
-        token_scales=expert_weights if problem.scale_input else 0,
-        output=scratch["intermediate"],
-        m=problem.fc1_rows,
-        k=problem.hidden_size,
-        top_k=problem.top_k,
-        token_scales_are_f32=weights_are_f32,
-        local_num_experts=problem.local_num_experts,
-        stream=stream,
-        pdl=pdl,
-    )
-    launch_grouped_gemm(
-        kernels.fc2,
-        plan.fc2,
-        plan.fc2_grid,
-        token_map=_token_map(
-            plan.fc2, scratch["intermediate"], plan.capacity, problem.intermediate_size
-        ),
-        weight_map=_weight_map(plan.fc2, operands.gemm2_weights),
-        weights=operands.gemm2_weights.ptr,
-        tokens=scratch["intermediate"],
-        permuted_to_expanded=scratch["permuted_to_expanded"],
-        tile_expert=scratch["tile_expert"],
-        tile_rows=scratch["tile_rows"],
-        expert_first_tile=scratch["expert_first_tile"],
-        tile_counter=scratch["tile_counters"] + 4,
-        output_scales=operands.output2_scales.ptr,
-        gate_scales=0,
-        clamp_limits=0,
-        token_scales=0,
-        output=gemm2_output,
-        m=problem.hidden_size,
-        k=problem.intermediate_size,
-        top_k=problem.top_k,
-        token_scales_are_f32=False,
-        local_num_experts=problem.local_num_experts,
-        stream=stream,
-        pdl=pdl,
-    )
-    if kernels.finalize is not None and plan.finalize is not None and result.output is not None:
-        launch_finalize(
-            kernels.finalize,
-            plan.finalize,
-            num_tokens=problem.num_tokens,
-            gemm2_output=gemm2_output,
+            expert_weights=expert_weights if packed else 0,
             expanded_to_permuted=to_permuted,
-            expert_weights=0 if problem.scale_input else expert_weights,
-            output=result.output.ptr,
-            hidden_size=problem.hidden_size,
-            top_k=problem.top_k,
-            weights_are_f32=weights_are_f32,
+            permuted_to_expanded=scratch["permuted_to_expanded"],
+            tile_info=scratch["tile_info"],
+            schedule=scratch["schedule"],
+            num_slots=problem.num_slots,
+            local_num_experts=experts,
+            local_expert_offset=problem.local_expert_offset,
+            tile_n=plan.tile_n,
             stream=stream,
             pdl=pdl,
         )
+    )
+    tokens = at.hidden_states
+    if functions.expand is not None and plan.expand is not None:
+        # NOTE: the copy is dead when FC2 starts to write, and takes half of its output's bytes.
+        launches.append(
+            bind_expand(
+                functions.expand,
+                plan.expand,
+                plan.expand_grid,
+                hidden_states=tokens,
+                permuted_to_expanded=scratch["permuted_to_expanded"],
+                num_n_tiles=scratch["schedule"],
+                output=gemm2_output,
+                row_bytes=hidden_size,
+                top_k=problem.top_k,
+                tile_n=plan.tile_n,
+                stream=stream,
+                pdl=pdl,
+            )
+        )
+        tokens = gemm2_output
+    launches += [
+        bind_grouped_gemm(
+            functions.fc1,
+            plan.fc1,
+            plan.fc1_grid,
+            token_map=_token_map(plan.fc1, tokens, plan.capacity, hidden_size),
+            weight_map=_weight_map(
+                plan.fc1, at.gemm1_weights, experts, problem.fc1_rows, hidden_size
+            ),
+            weights=at.gemm1_weights,
+            tokens=tokens,
+            permuted_to_expanded=scratch["permuted_to_expanded"],
+            tile_info=scratch["tile_info"],
+            num_n_tiles=scratch["schedule"],
+            tile_counter=scratch["schedule"] + 4,
+            output_scales=at.output1_scales,
+            gate_scales=at.output1_gate_scales,
+            clamp_limits=at.clamp_limit,
+            token_scales=expert_weights if problem.scale_input else 0,
+            output=scratch["intermediate"],
+            m=problem.fc1_rows,
+            k=hidden_size,
+            top_k=problem.top_k,
+            token_scales_are_f32=weights_are_f32,
+            stream=stream,
+            pdl=pdl,
+        ),
+        bind_grouped_gemm(
+            functions.fc2,
+            plan.fc2,
+            plan.fc2_grid,
+            token_map=_token_map(
+                plan.fc2, scratch["intermediate"], plan.capacity, problem.intermediate_size
+            ),
+            weight_map=_weight_map(
+                plan.fc2, at.gemm2_weights, experts, hidden_size, problem.intermediate_size
+            ),
+            weights=at.gemm2_weights,
+            tokens=scratch["intermediate"],
+            permuted_to_expanded=scratch["permuted_to_expanded"],
+            tile_info=scratch["tile_info"],
+            num_n_tiles=scratch["schedule"],
+            tile_counter=scratch["schedule"] + 8,
+            output_scales=at.output2_scales,
+            gate_scales=0,
+            clamp_limits=0,
+            token_scales=0,
+            output=gemm2_output,
+            m=hidden_size,
+            k=problem.intermediate_size,
+            top_k=problem.top_k,
+            token_scales_are_f32=False,
+            stream=stream,
+            pdl=pdl,
+        ),
+    ]
+    if functions.finalize is not None and plan.finalize is not None:
+        launches.append(
+            bind_finalize(
+                functions.finalize,
+                plan.finalize,
+                num_tokens=problem.num_tokens,
+                gemm2_output=gemm2_output,
+                expanded_to_permuted=to_permuted,
+                expert_weights=0 if problem.scale_input else expert_weights,
+                output=at.output,
+                hidden_size=hidden_size,
+                top_k=problem.top_k,
+                weights_are_f32=weights_are_f32,
+                stream=stream,
+                pdl=pdl,
+            )
+        )
+    return tuple(launches)

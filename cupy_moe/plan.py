@@ -12,6 +12,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
+from cupy_moe.kernels.expand import ExpandConfig, all_expand_configs
 from cupy_moe.kernels.finalize import FinalizeConfig, all_finalize_configs
 from cupy_moe.kernels.grouped_gemm import (
     TILE_SHAPES,
@@ -19,6 +20,7 @@ from cupy_moe.kernels.grouped_gemm import (
     GemmStage,
     MainloopKind,
     all_gemm_configs,
+    gather_choices,
     mainloop_for,
 )
 from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs, permute_config
@@ -44,7 +46,7 @@ __all__ = [
     "tile_candidates",
 ]
 
-KernelConfig: TypeAlias = "RouteConfig | PermuteConfig | GemmConfig | FinalizeConfig"
+KernelConfig: TypeAlias = "RouteConfig | PermuteConfig | ExpandConfig | GemmConfig | FinalizeConfig"
 
 # Every scratch buffer starts on its own 256 bytes, as allocators and 16-byte vectors want it.
 SCRATCH_ALIGNMENT = 256
@@ -167,10 +169,12 @@ class Tiling:
     tile_n: int
     fc1_tile_m: int
     fc2_tile_m: int
+    gather: bool = True  # FC1 gathers token rows itself, else a permuted copy is made first
 
     def __str__(self) -> str:
         """Short form for tables: ``128|256 x 64``."""
-        return f"{self.fc1_tile_m}|{self.fc2_tile_m} x {self.tile_n}"
+        copied = "" if self.gather else " copied"
+        return f"{self.fc1_tile_m}|{self.fc2_tile_m} x {self.tile_n}{copied}"
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,8 @@ class MoePlan:
     capacity: int  # rows of the permuted buffers
     route: RouteConfig | None
     permute: PermuteConfig
+    expand: ExpandConfig | None
+    expand_grid: int
     fc1: GemmConfig
     fc2: GemmConfig
     fc1_grid: int
@@ -191,11 +197,13 @@ class MoePlan:
 
 def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
     """All tilings that divide the problem's weights; any of them gives the same bits."""
-    shapes = TILE_SHAPES[mainloop_for(device.arch)]
+    kind = mainloop_for(device.arch)
+    shapes = TILE_SHAPES[kind]
     return [
-        Tiling(tile_n, fc1_tile_m, fc2_tile_m)
+        Tiling(tile_n, fc1_tile_m, fc2_tile_m, gather)
         for fc1_tile_m, tile_n in shapes
         for fc2_tile_m, other_tile_n in shapes
+        for gather in gather_choices(kind, fc1_tile_m, tile_n)
         if tile_n == other_tile_n
         and problem.fc1_rows % fc1_tile_m == 0
         and problem.hidden_size % fc2_tile_m == 0
@@ -248,6 +256,7 @@ def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
         tile_n,
         _choose_tile_m(problem.fc1_rows, token_tiles, tile_n, device.num_sms),
         _choose_tile_m(problem.hidden_size, token_tiles, tile_n, device.num_sms),
+        gather=tile_n < 128,
     )
 
 
@@ -265,10 +274,8 @@ def _scratch_buffers(problem: MoeProblem, capacity: int, token_tiles: int) -> li
     """Buffers in the order of their first use; what the caller receives is not among them."""
     buffers = [
         ("permuted_to_expanded", 4 * capacity),
-        ("tile_expert", 4 * token_tiles),
-        ("tile_rows", 4 * token_tiles),
-        ("expert_first_tile", 4 * (problem.local_num_experts + 1)),
-        ("tile_counters", 4 * len(GemmStage)),
+        ("tile_info", 16 * token_tiles),
+        ("schedule", 4 * (1 + len(GemmStage))),
         ("intermediate", capacity * problem.intermediate_size),
     ]
     if problem.routing_source is RoutingSource.Logits:
@@ -288,8 +295,18 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
     kind, tile_n = mainloop_for(device.arch), tiling.tile_n
     token_tiles = max_token_tiles(problem.num_slots, problem.local_num_experts, tile_n)
     capacity = token_tiles * tile_n
-    fc1 = GemmConfig.make(GemmStage.Fc1, problem.activation, kind, tiling.fc1_tile_m, tile_n)
-    fc2 = GemmConfig.make(GemmStage.Fc2, problem.activation, kind, tiling.fc2_tile_m, tile_n)
+    fc1 = GemmConfig.make(
+        GemmStage.Fc1,
+        problem.activation,
+        kind,
+        tiling.fc1_tile_m,
+        tile_n,
+        gather_tokens=tiling.gather,
+    )
+    fc2 = GemmConfig.make(
+        GemmStage.Fc2, problem.activation, kind, tiling.fc2_tile_m, tile_n, gather_tokens=False
+    )
+    expand = None if tiling.gather else ExpandConfig()
     from_logits = problem.routing_source is RoutingSource.Logits
     return MoePlan(
         tile_n=tile_n,
@@ -301,6 +318,8 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
             local_num_experts=problem.local_num_experts,
             arch=device.arch,
         ),
+        expand=expand,
+        expand_grid=expand.grid(capacity, device.num_sms) if expand else 0,
         fc1=fc1,
         fc2=fc2,
         fc1_grid=_persistent_grid(fc1, problem.fc1_rows, token_tiles, device.num_sms),
@@ -315,6 +334,7 @@ def all_specializations(arch: str) -> list[KernelSpec]:
     configs: list[KernelConfig] = [
         *all_route_configs(),
         *all_permute_configs(arch),
+        *(all_expand_configs() if mainloop_for(arch) is MainloopKind.Wgmma else []),
         *all_gemm_configs(mainloop_for(arch)),
         *all_finalize_configs(),
     ]

@@ -13,13 +13,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, wraps
+from math import prod
 from numbers import Real
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 
-from cupy_moe.runtime.array_ref import contiguous_strides
-from cupy_moe.runtime.arrays import HOST, ArrayRef, describe
+from cupy_moe.runtime.array_ref import ITEMSIZES, contiguous_strides
+from cupy_moe.runtime.arrays import FRAMEWORKS, HOST, ArrayRef, describe
 from cupy_moe.runtime.devices import compute_capability
 
 __all__ = [
@@ -164,24 +165,27 @@ class Checker:
     Attributes
     ----------
     device : int or None
-        Where every array must be, `HOST` or a CUDA ordinal; taken from the first array checked.
-    anchor : str
-        Name of that first array.
+        Where every array must be, `HOST` or a CUDA ordinal; set by `anchor`.
+    anchor_name : str
+        Argument that the device was taken from.
     """
 
-    __slots__ = ("anchor", "device", "operation")
+    __slots__ = ("anchor_name", "device", "operation")
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
         self.device: int | None = None
-        self.anchor = ""
+        self.anchor_name = ""
 
     def describe(self, name: str, value: ArrayLike) -> ArrayRef:
         """Describe an argument that must be an array, of any shape; ``TypeError`` if it is none."""
-        try:
-            return describe(value)
-        except TypeError:
-            return describe(value, f"{self.operation}: {name}")  # raises again, with the name
+        return describe(value, f"{self.operation}: {name}")
+
+    def anchor(self, name: str, value: ArrayLike) -> ArrayRef:
+        """Describe the argument on whose device every other array must be."""
+        ref = self.describe(name, value)
+        self.device, self.anchor_name = ref.device, name
+        return ref
 
     def array(
         self,
@@ -200,7 +204,8 @@ class Checker:
         ----------
         name : str
             Argument name.
-        value : array
+        value : array or ArrayRef
+            The argument, or its description if there is one already.
         dtypes : tuple of str
             Accepted dtypes, the one to convert to first.
         shape : tuple of int
@@ -223,43 +228,24 @@ class Checker:
         ValueError
             Another shape or device, gaps between the elements, or a misaligned address.
         """
-        try:
-            ref = describe(value)
-        except TypeError:
-            ref = self.describe(name, value)  # raises again, with the name
-        # The rules of `require`, spelled out: this is most of a call's host time.
+        # Most of a call's host time goes by here: no detour for arrays of a library seen before.
+        framework = FRAMEWORKS.get(type(value))
+        if framework is None:
+            ref = value if isinstance(value, ArrayRef) else self.describe(name, value)
+        else:
+            try:
+                ref = framework.describe(value, name)
+            except (TypeError, ValueError):
+                ref = self.describe(name, value)  # raises again, with the operation
         if (
             ref.dtype not in dtypes
             or ref.shape != shape
             or ref.device != self.device
-            or ref.strides != contiguous_strides(shape)
-            or ref.ptr % (align or VECTOR_ALIGNMENT)
-        ):
-            self.require(name, ref, dtypes, shape, symbols, align=align, hint=hint)
-        return ref
-
-    def require(
-        self,
-        name: str,
-        ref: ArrayRef,
-        dtypes: tuple[str, ...],
-        shape: tuple[int, ...],
-        symbols: str,
-        *,
-        align: int = 0,
-        hint: str = "",
-    ) -> None:
-        """Apply the rules of `array` to an argument that is described already."""
-        if self.device is None:
-            self.device, self.anchor = ref.device, name
-        if (
-            ref.dtype not in dtypes
-            or ref.shape != shape
-            or ref.device != self.device
-            or ref.strides != contiguous_strides(shape)
+            or not ref.is_contiguous
             or ref.ptr % (align or VECTOR_ALIGNMENT)
         ):
             self._examine(name, ref, dtypes, shape, symbols, align or ref.itemsize, hint)
+        return ref
 
     def _examine(
         self,
@@ -276,11 +262,14 @@ class Checker:
             conversion = _conversion(name, dtypes, ref.dtype)
             self.refuse(TypeError, name, f"be {' or '.join(dtypes)}", ref.dtype, conversion)
         if ref.shape != shape:
-            self.refuse(ValueError, name, f"be {symbols} = {shape}", str(ref.shape), hint)
+            self.refuse(
+                ValueError, name, f"be {symbols} = {tuple(shape)}", str(tuple(ref.shape)), hint
+            )
         if ref.device != self.device:
             self._refuse_device(name, ref)
         if not ref.is_contiguous:
-            rule = f"be contiguous, strides {contiguous_strides(shape)} for shape {shape}"
+            expected = contiguous_strides(shape)
+            rule = f"be contiguous, strides {expected} for shape {tuple(shape)}"
             self.refuse(ValueError, name, rule, f"strides {ref.strides}", "Pass a contiguous copy.")
         if ref.ptr % align and ref.size:
             rule = f"start at a multiple of {align} bytes"
@@ -289,7 +278,7 @@ class Checker:
     def _refuse_device(self, name: str, ref: ArrayRef) -> NoReturn:
         anchor = "cpu" if self.device == HOST else f"cuda:{self.device}"
         is_mixed = HOST in (ref.device, self.device)
-        rule = f"be on {anchor}, the device of {self.anchor}"
+        rule = f"be on {anchor}, the device of {self.anchor_name}"
         next_step = "Host and CUDA arrays cannot be mixed." if is_mixed else ""
         self.refuse(ValueError, name, rule, ref.device_name, next_step)
 
@@ -311,15 +300,15 @@ class Checker:
         """Like `array` for a matrix that may have more rows than ``shape`` says."""
         ref = self.describe(name, value)
         has_more = len(ref.shape) == len(shape) and ref.shape[0] > shape[0]
-        self.require(name, ref, dtypes, (ref.shape[0], shape[1]) if has_more else shape, symbols)
+        self.array(name, ref, dtypes, (ref.shape[0], shape[1]) if has_more else shape, symbols)
         return ref
 
     def workspace(self, name: str, value: ArrayLike) -> ArrayRef:
         """Scratch memory: 1-D contiguous bytes, base aligned to 256 bytes."""
         ref = self.describe(name, value)
         if len(ref.shape) != 1:
-            self.refuse(ValueError, name, "be 1-D", f"shape {ref.shape}")
-        self.require(name, ref, BYTES, ref.shape, "(num_bytes,)", align=WORKSPACE_ALIGNMENT)
+            self.refuse(ValueError, name, "be 1-D", f"shape {tuple(ref.shape)}")
+        self.array(name, ref, BYTES, ref.shape, "(num_bytes,)", align=WORKSPACE_ALIGNMENT)
         return ref
 
     def writable(
@@ -329,10 +318,15 @@ class Checker:
         if not ref.is_writable:
             self.refuse(ValueError, name, "be writable", "a read-only array")
         begin, end = ref.ptr, ref.ptr + ref.nbytes
+        if begin == end:
+            return
         for other_name, other in others:
-            if other is None or other.ptr >= end or begin - other.ptr >= other.nbytes:
-                continue
-            other_end = other.ptr + other.nbytes
-            if begin < other_end and begin < end and other.ptr < other_end:
-                got = f"[{begin:#x}, {end:#x}) and [{other.ptr:#x}, {other_end:#x})"
+            # `nbytes` spelled out: this runs for every array of every call.
+            if (
+                other is not None
+                and other.ptr < end
+                and begin - other.ptr < prod(other.shape) * ITEMSIZES[other.dtype]
+                and other.size
+            ):
+                got = f"[{begin:#x}, {end:#x}) and [{other.ptr:#x}, {other.ptr + other.nbytes:#x})"
                 self.refuse(ValueError, name, f"not overlap {other_name}", got, "Pass a copy.")

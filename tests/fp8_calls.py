@@ -14,7 +14,7 @@ import pytest
 
 from cupy_moe.fused_moe import (
     RoutingMethodType,
-    fp8,
+    fp8_layers,
     trtllm_fp8_per_tensor_scale_moe,
     trtllm_fp8_per_tensor_scale_routed_moe,
 )
@@ -144,10 +144,10 @@ class AcceptedError(Exception):
 def call(operation: str, arguments: dict[str, Any]) -> MoeOperands:
     """Operands of an accepted call, which is not run; the exception of a refused one."""
 
-    def run(_operation: str, _settings: object, operands: MoeOperands) -> None:
+    def bind(_operation: str, _settings: object, operands: MoeOperands) -> None:
         raise AcceptedError(operands)
 
-    with mock.patch.object(fp8, "run", run):
+    with mock.patch.object(fp8_layers, "bind", bind):
         try:
             OPERATIONS[operation](**arguments)
         except AcceptedError as accepted:

@@ -157,7 +157,7 @@ def test_torch_host_tensors_share_memory_with_numpy(name: str, torch: Any) -> No
     assert ref.owner is tensor
     assert ref.ptr == tensor.data_ptr()
     assert (ref.dtype, ref.shape, ref.strides, ref.device) == (name, (6, 4), (4, 1), HOST)
-    assert type(ref.shape) is tuple
+    assert isinstance(ref.shape, tuple)
 
     array = to_numpy(ref)
     assert array.dtype == DTYPES[name]
@@ -324,7 +324,7 @@ def test_empty_and_scratch_come_from_the_callers_library(like: Any) -> None:
     ref = framework.empty((3, 0, 2), "bfloat16", HOST)
     assert (ref.shape, ref.dtype, ref.nbytes, ref.is_contiguous) == ((3, 0, 2), "bfloat16", 0, True)
     assert not framework.is_capturing(HOST)
-    scratch = allocate(framework, 1000, HOST, capturing=False)
+    scratch = allocate(framework, 1000, HOST)
     assert (scratch.dtype, scratch.shape) == ("uint8", (1000,))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cupy_moe import validate
-from cupy_moe.runtime.arrays import describe
+from cupy_moe.runtime.arrays import NumpyFramework, describe
 from tests.array_kinds import ArrayKind
 from tests.fp8_calls import (
     BF16,
@@ -118,7 +118,7 @@ def test_wrong_shape(kind: ArrayKind, operation: str, name: str, change: str) ->
         "shorter": (shape[0] - 1, *shape[1:]),
         "longer": (*shape[:-1], shape[-1] + 1),
     }[change]
-    dtype = np.dtype(validate.describe(arguments[name]).dtype)
+    dtype = np.dtype(describe(arguments[name]).dtype)
     arguments[name] = kind.make(np.zeros(other, dtype))
     pattern = rf"{name} must be {re.escape(SYMBOLS[name])}, got {re.escape(str(other))}"
     assert_refused(operation, arguments, ValueError, pattern)
@@ -168,10 +168,12 @@ def test_array_on_another_device(
     away = arguments[name]
     elsewhere = {0: (-1, 0), 1: (0, 1)}[device]  # of the others, of the one
 
-    def describe_elsewhere(x: Any, what: str = "array") -> Any:
-        return replace(describe(x, what), device=elsewhere[x is away])
+    describe = NumpyFramework.describe
 
-    monkeypatch.setattr(validate, "describe", describe_elsewhere)
+    def describe_elsewhere(self: NumpyFramework, x: Any, what: str) -> Any:
+        return replace(describe(self, x, what), device=elsewhere[x is away])
+
+    monkeypatch.setattr(NumpyFramework, "describe", describe_elsewhere)
     here, there = {0: ("cpu", "cuda:0"), 1: ("cuda:0", "cuda:1")}[device]
     pattern = rf"{name} must be on {here}, the device of hidden_states, got {there}\."
     mixed = r" Host and CUDA arrays cannot be mixed\." if device == 0 else "$"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_moe.fused_moe import ActivationType, RoutingMethodType, execution, fp8, operands
+from cupy_moe.fused_moe import ActivationType, RoutingMethodType, execution, fp8_layers, operands
 from cupy_moe.plan import RoutingSource
 from cupy_moe.runtime.arrays import describe
 from tests import fp8_calls
@@ -306,9 +306,9 @@ def test_other_calls_do_not_warn(arguments: dict[str, Any]) -> None:
 def problem_of(operation: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     """The problem that a call is planned by."""
     seen = []
-    monkeypatch.setattr(fp8, "run", execution.run)
+    monkeypatch.setattr(fp8_layers, "bind", execution.bind)
     monkeypatch.setattr(
-        execution, "_backend", lambda _: lambda problem, _operands: seen.append(problem)
+        execution, "_backend", lambda *_: lambda problem, _operands: seen.append(problem)
     )
     with pytest.raises(AttributeError):  # the backend returned nothing
         OPERATIONS[operation](**{**layer_arguments(operation), **changes})
@@ -353,7 +353,7 @@ def test_choices_with_effect_make_another_problem(monkeypatch: pytest.MonkeyPatc
 
 
 def test_more_slots_than_indices() -> None:
-    settings = fp8.moe_settings(
+    settings = fp8_layers.moe_settings(
         "op", operands.ACTIVATIONS, False, 8, 8, None, None, 128, 0, 8, False, 0, True, None, 8192,
         3, True,
     )  # fmt: skip

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_moe.runtime import launch as launch_module
-from cupy_moe.runtime.launch import ParamLayout
+from cupy_moe.runtime.jit import Function
+from cupy_moe.runtime.launch import PackedParams, ParamLayout, bind, enqueue
 
 CTYPES = {
     "ptr": ctypes.c_void_p,
@@ -27,9 +28,9 @@ def c_struct(kinds: list[str]) -> type[ctypes.Structure]:
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
-def packed_struct(address: int, size: int) -> tuple[int, bytes]:
+def packed_struct(params: PackedParams, size: int) -> tuple[int, bytes]:
     """Address and bytes of the struct that a launch would copy."""
-    pointer = ctypes.c_void_p.from_address(address).value
+    pointer = ctypes.c_void_p.from_address(params.address).value
     return pointer, ctypes.string_at(pointer, size)
 
 
@@ -65,24 +66,14 @@ def test_layouts_compare_by_fields() -> None:
     assert ParamLayout(*fields) != ParamLayout(("a", "ptr"), ("c", "i32"))
 
 
-def test_each_thread_packs_into_memory_of_its_own() -> None:
-    layout = ParamLayout(("a", "u64"), ("b", "u64"))
-    barrier = threading.Barrier(8)
-    wrong: list[int] = []
-
-    def work(value: int) -> None:
-        for step in range(200):
-            address = layout.pack(value, step)
-            barrier.wait()
-            if packed_struct(address, layout.size)[1] != layout.to_bytes(value, step):
-                wrong.append(value)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+def test_packed_structs_stay_as_they_are() -> None:
+    layout = ParamLayout(("a", "u64"), ("b", "tensor_map"))
+    values = [(n, bytes([n] * 128)) for n in range(50)]
+    packed = [layout.pack(*v) for v in values]
+    for params, v in zip(packed, values, strict=True):
+        pointer, data = packed_struct(params, layout.size)
+        assert pointer % 64 == 0
+        assert data == layout.to_bytes(*v)
 
 
 @pytest.mark.parametrize(
@@ -127,3 +118,53 @@ def test_launch_configuration(pdl: bool, cluster: int) -> None:
     assert (clustered is not None) == (cluster > 1)
     assert clustered is None or (clustered.clusterDim.x, clustered.clusterDim.y) == (cluster, 1)
     assert not attributes
+
+
+class FakeDriver:
+    """Records launches; refuses those of the functions in ``broken``."""
+
+    def __init__(self, driver: Any, broken: set[int]) -> None:
+        self.launched: list[tuple[int, int, int]] = []
+        self._codes, self._broken = driver.CUresult, broken
+
+    def launch(self, config: Any, handle: int, params: int, extra: int) -> tuple[Any]:
+        if handle in self._broken:
+            return (self._codes.CUDA_ERROR_INVALID_VALUE,)
+        assert extra == 0
+        self.launched.append((handle, config.gridDimX, params))
+        return (self._codes.CUDA_SUCCESS,)
+
+
+@pytest.fixture
+def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    fake = FakeDriver(driver, {13})
+    calls = (fake.launch, driver.CUresult.CUDA_SUCCESS)
+    monkeypatch.setattr(launch_module, "_driver_launch", lambda: calls)
+    monkeypatch.setattr(launch_module, "describe_error", lambda status: status.name)
+    return fake
+
+
+def test_bound_launches_are_enqueued_in_order_and_again(fake_driver: FakeDriver) -> None:
+    layout = ParamLayout(("n", "i32"))
+    params = [layout.pack(n) for n in range(3)]
+    bound = [
+        bind(Function(f"f{n}", 0, n), params[n], grid=(n + 1, 1, 1), block=32) for n in range(3)
+    ]
+    once = [(n, n + 1, params[n].address) for n in range(3)]
+    enqueue(bound)
+    assert fake_driver.launched == once
+    enqueue(bound)
+    assert fake_driver.launched == 2 * once
+
+
+def test_a_refused_launch_is_named(fake_driver: FakeDriver) -> None:
+    params = ParamLayout(("n", "i32")).pack(1)
+    good, bad = Function("good", 0, 1), Function("bad", 3, 13)
+    bound = [
+        bind(f, params, grid=(7, 2, 1), block=64, smem=16, pdl=True) for f in (good, bad, good)
+    ]
+    pattern = r"bad: launch of grid \(7, 2, 1\) x 64 threads, 16 B .*cuda:3 failed: CUDA_ERROR_INV"
+    with pytest.raises(RuntimeError, match=pattern):
+        enqueue(bound)
+    assert [handle for handle, _, _ in fake_driver.launched] == [1]

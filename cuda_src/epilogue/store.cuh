@@ -73,7 +73,7 @@ struct TileStore {
       for (i32 c = 0; c < 2; ++c) {
         const i32 column = group.fragment_column(n) + 2 * (lane % 4) + c;
         const float scale = Mainloop::kAccScale * group.row_scale(8 * first + column);
-        u8* row = group.staging + column * kPitch;
+        u8* row = group.staging() + column * kPitch;
 #pragma unroll
         for (i32 m = 0; m < Mainloop::kFragsM; ++m) {
           const i32 sixteen = group.fragment_row(m) / 16;
@@ -81,6 +81,17 @@ struct TileStore {
                            scale * acc[m][first + n][2 + c], scales);
         }
       }
+    }
+  }
+
+  __device__ static void write(const Group& group, u8* output, i64 pitch, i32 num_rows) {
+    constexpr i32 kVectorsPerRow = kRowBytes / 16;
+#pragma unroll 2
+    for (i32 i = group.thread; i < num_rows * kVectorsPerRow; i += Mainloop::kGroupThreads) {
+      const i32 row = i / kVectorsPerRow;
+      const i32 offset = i % kVectorsPerRow * 16;
+      *reinterpret_cast<uint4*>(output + row * pitch + offset) =
+          *reinterpret_cast<const uint4*>(group.staging() + row * kPitch + offset);
     }
   }
 
@@ -95,8 +106,9 @@ struct TileStore {
       if (first_row >= num_rows) return;
       group.acquire_staging();
       stage(group, acc, first, scales);
-      group.template write_rows<kRowBytes, kPitch>(
-          output + first_row * pitch, pitch, min(num_rows - first_row, Mainloop::kGroupColumns));
+      group.sync();
+      write(group, output + first_row * pitch, pitch,
+            min(num_rows - first_row, Mainloop::kGroupColumns));
     }
   }
 };

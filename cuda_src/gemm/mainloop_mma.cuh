@@ -65,26 +65,15 @@ struct MainloopMma {
   struct Group {
     i32 index;
     i32 thread;
-    u8* staging;
-    const float* token_scale;
+    Smem& smem;
 
-    __device__ __forceinline__ float row_scale(i32 row) const { return token_scale[row]; }
+    __device__ u8* staging() const { return smem.ring; }
+
+    __device__ __forceinline__ float row_scale(i32 row) const { return smem.token_scale[row]; }
 
     // The ring is idle after the last product.
     __device__ __forceinline__ void acquire_staging() {}
-
-    // Writes rows of kBytes that the group has staged kPitch apart.
-    template <i32 kBytes, i32 kPitch>
-    __device__ __forceinline__ void write_rows(u8* output, i64 pitch, i32 num_rows) const {
-      constexpr i32 kVectors = kBytes / kVectorBytes;
-      __syncthreads();
-      for (i32 i = thread; i < num_rows * kVectors; i += kGroupThreads) {
-        const i32 row = i / kVectors;
-        const i32 offset = i % kVectors * kVectorBytes;
-        *reinterpret_cast<uint4*>(output + row * pitch + offset) =
-            *reinterpret_cast<const uint4*>(staging + row * kPitch + offset);
-      }
-    }
+    __device__ __forceinline__ void sync() const { __syncthreads(); }
     // First row and column of a fragment of this warp.
     __device__ __forceinline__ i32 fragment_row(i32 m) const { return warp_row() + 16 * m; }
     __device__ __forceinline__ i32 fragment_column(i32 n) const { return warp_column() + 8 * n; }
@@ -216,7 +205,7 @@ struct MainloopMma {
   template <typename Epilogue>
   __device__ static void for_each_tile(Smem& smem, const Params& p, Epilogue epilogue) {
     ptx::griddepcontrol_wait();
-    Group group{0, static_cast<i32>(threadIdx.x), smem.ring, smem.token_scale};
+    Group group{0, static_cast<i32>(threadIdx.x), smem};
     const TileList<Config> tiles(p);
     Tile tile;
     for (u32 index = blockIdx.x; tiles.locate(index, tile); index += gridDim.x) {

@@ -39,11 +39,13 @@ struct MainloopWgmma {
 
   using Accumulators = float[kFragsM][kFragsN][4];
 
-  static constexpr i32 kTokenWarps = kIsFc1<Config> ? 2 : 1;
+  // Gathering needs an address a row. 384 threads start with 168 registers each.
+  static constexpr i32 kProducerRegisters = Config::kGatherTokens ? 64 : 40;
+  static constexpr i32 kConsumerRegisters = Config::kGatherTokens ? 216 : 232;
+  static constexpr i32 kTokenWarps = Config::kGatherTokens ? 2 : 1;
   static constexpr i32 kConsumerWarps = 4 * kConsumers;
   static constexpr i32 kTokenBox = min(Config::kTileN, 32);  // rows of one tensor copy
   static constexpr i32 kScaledRows = kIsFc1<Config> ? Config::kTileN : 1;
-  static_assert(kGroupColumns <= 32, "one warp writes the rows that are staged at once");
 
   using Ring = RingCursor<kNumStages>;
   using Queue = TileQueue<kConsumerWarps + kTokenWarps>;
@@ -63,16 +65,10 @@ struct MainloopWgmma {
   struct Group {
     i32 index;
     i32 thread;
-    u8 (&halves)[2][Config::kStagingBytes];
-    float* token_scale;
-    u8* staging;
+    Smem& smem;
+    i32 half = 0;
 
-    __device__ Group(Smem& smem, i32 index_)
-        : index(index_),
-          thread(static_cast<i32>(threadIdx.x) % kGroupThreads),
-          halves(smem.staging[index_]),
-          token_scale(smem.token_scale[index_]),
-          staging(halves[0]) {}
+    __device__ u8* staging() const { return smem.staging[index][half]; }
 
     __device__ __forceinline__ void sync() const {
       ptx::named_barrier_sync(1 + index, kGroupThreads);
@@ -82,27 +78,12 @@ struct MainloopWgmma {
     __device__ __forceinline__ i32 fragment_column(i32 n) const { return 8 * n; }
 
     __device__ __forceinline__ float row_scale(i32 row) const {
-      if constexpr (kIsFc1<Config>) return token_scale[row];
+      if constexpr (kIsFc1<Config>) return smem.token_scale[index][row];
       return 1.0f;
     }
 
-    __device__ __forceinline__ void acquire_staging() {
-      staging = staging == halves[0] ? halves[1] : halves[0];
-      if (thread < 32) ptx::bulk_wait_group_read<1>();
-      sync();
-    }
-
-    // Writes rows of kBytes that the group has staged kPitch apart.
-    template <i32 kBytes, i32 kPitch>
-    __device__ __forceinline__ void write_rows(u8* output, i64 pitch, i32 num_rows) const {
-      ptx::fence_proxy_async_shared();
-      sync();
-      if (thread >= 32) return;
-      if (thread < num_rows) {
-        ptx::bulk_store(output + thread * pitch, staging + thread * kPitch, kBytes);
-      }
-      ptx::bulk_commit_group();
-    }
+    // All threads have left this half: they have met after they filled the other one.
+    __device__ __forceinline__ void acquire_staging() { half ^= 1; }
   };
 
   __device__ static void init_barriers(Smem& smem) {
@@ -261,7 +242,7 @@ struct MainloopWgmma {
 
   template <typename Epilogue>
   __device__ static void consume(Smem& smem, const Params& p, i32 index, Epilogue epilogue) {
-    Group group(smem, index);
+    Group group{index, static_cast<i32>(threadIdx.x) % kGroupThreads, smem};
     const TileList<Config> tiles(p);
     Tile tile;
     Ring ring;
@@ -269,36 +250,37 @@ struct MainloopWgmma {
     while (tiles.locate(smem.queue.pop(queued), tile)) {
       const epilogue::ExpertScales scales = load_scales<Config>(p, tile.expert);
       if (kIsFc1<Config> && group.thread < tile.num_rows) {
-        group.token_scale[group.thread] =
+        smem.token_scale[index][group.thread] =
             load_token_scale<Config>(p, tile.first_row + group.thread);
       }
       Accumulators acc = {};
       multiply(smem, ring, group, p.k / kTileBytesK, tile.num_rows, acc);
+      if constexpr (kIsFc1<Config>) group.sync();  // token_scale
       epilogue(tile, group, acc, scales);
     }
-    if (group.thread < 32) ptx::bulk_wait_all();
   }
 
   // Calls epilogue(tile, group, accumulators, scales) for every tile of this block.
   //
-  // FC2 starts to load weights before FC1 has ended: the list of tiles comes from the permutation,
-  // which had ended before FC1 let FC2 start. Only FC1's rows must be waited for.
+  // Unless tokens are gathered, this GEMM follows a kernel that let it start after the permutation
+  // had ended. So the list of tiles is there: weights are loaded at once, and only the rows that
+  // the kernel before writes are waited for.
   template <typename Epilogue>
   __device__ static void for_each_tile(Smem& smem, const Params& p, Epilogue epilogue) {
     init_barriers(smem);
     const i32 warp = __shfl_sync(~0u, static_cast<i32>(threadIdx.x) / 32, 0);
     const i32 lane = static_cast<i32>(threadIdx.x) % 32;
     if (warp >= kConsumerWarps) {
-      ptx::setmaxnreg_dec<64>();
+      ptx::setmaxnreg_dec<kProducerRegisters>();
       const i32 producer = warp - kConsumerWarps;
       if (producer == 0 && lane == 0) {
         ptx::prefetch_tensor_map(&p.weight_map);
-        if constexpr (kIsFc1<Config>) ptx::griddepcontrol_wait();
+        if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
         copy_weights(smem, p);
       } else if (producer >= 2 && producer < 2 + kTokenWarps) {
         ptx::griddepcontrol_wait();
         ptx::griddepcontrol_launch_dependents();
-        if constexpr (kIsFc1<Config>) {
+        if constexpr (Config::kGatherTokens) {
           gather_tokens(smem, p, producer - 2, lane);
         } else {
           ptx::fence_proxy_async_global();
@@ -306,8 +288,8 @@ struct MainloopWgmma {
         }
       }
     } else {
-      ptx::setmaxnreg_inc<216>();
-      if constexpr (kIsFc1<Config>) ptx::griddepcontrol_wait();
+      ptx::setmaxnreg_inc<kConsumerRegisters>();
+      if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
       consume(smem, p, warp / 4, epilogue);
     }
   }

@@ -9,25 +9,23 @@
 namespace cupy_moe::gemm {
 
 struct Params {
-  TensorMap token_map;              // of `tokens`; FC2 by tensor copies only
+  TensorMap token_map;              // of `tokens` unless gathered; by tensor copies only
   TensorMap weight_map;             // of `weights`; by tensor copies only
   const u8* weights;                // [local_num_experts, m, k] e4m3, prepared
-  const u8* tokens;                 // FC1: [num_tokens, k] e4m3; FC2: [permuted rows, k] e4m3
+  const u8* tokens;                 // [num_tokens, k] e4m3 to gather from, else [permuted rows, k]
   const i32* permuted_to_expanded;  // [permuted rows] token * top_k + slot; FC1 only
-  const i32* tile_expert;           // [token tiles] local expert
-  const i32* tile_rows;          // [token tiles] rows in use, from the first; the rest is padding
-  const i32* expert_first_tile;  // [local_num_experts + 1] token tile, at the end their number
-  u32* tile_counter;             // [1] tiles taken beyond the first of every block; starts at 0
-  const float* output_scales;    // [local_num_experts] s1 (FC1) or s2 (FC2)
-  const float* gate_scales;      // [local_num_experts] sg; FC1 only
-  const float* clamp_limits;     // [local_num_experts] or null: 7 / sg; SwigluStep only
-  const void* token_scales;      // [num_tokens * top_k] bf16 or f32, or null; FC1 only
-  u8* output;                    // FC1: [permuted rows, features] e4m3; FC2: bf16
+  const int4* tile_info;            // [token tiles] expert, its first tile, its tiles, rows in use
+  const i32* num_n_tiles;           // [1] token tiles in use
+  u32* tile_counter;                // [1] tiles taken beyond the first of every block; starts at 0
+  const float* output_scales;       // [local_num_experts] s1 (FC1) or s2 (FC2)
+  const float* gate_scales;         // [local_num_experts] sg; FC1 only
+  const float* clamp_limits;        // [local_num_experts] or null: 7 / sg; SwigluStep only
+  const void* token_scales;         // [num_tokens * top_k] bf16 or f32, or null; FC1 only
+  u8* output;                       // FC1: [permuted rows, features] e4m3; FC2: bf16
   i32 m;
   i32 k;
   i32 top_k;
   i32 token_scales_are_f32;
-  i32 local_num_experts;
 };
 
 template <typename Config>
@@ -36,7 +34,7 @@ constexpr bool kIsFc1 = Config::kGemmStage == GemmStage::Fc1;
 // Row of `tokens` behind a permuted row that is in use.
 template <typename Config>
 __device__ __forceinline__ i32 source_row(const Params& p, i32 row) {
-  return kIsFc1<Config> ? p.permuted_to_expanded[row] / p.top_k : row;
+  return Config::kGatherTokens ? p.permuted_to_expanded[row] / p.top_k : row;
 }
 
 // The routing weight that scales a row on the input side, as BF16.

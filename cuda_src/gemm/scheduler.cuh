@@ -29,22 +29,25 @@ struct TileList {
   __device__ explicit TileList(const Params& params)
       : p(params),
         num_m_tiles(static_cast<u32>(params.m) / Config::kTileM),
-        num_tiles(num_m_tiles * static_cast<u32>(p.expert_first_tile[p.local_num_experts])) {}
+        num_tiles(num_m_tiles * static_cast<u32>(*p.num_n_tiles)) {}
 
   // False past the end of the list.
   __device__ bool locate(u32 index, Tile& tile) const {
+    // Every block's first tile lies in the buffer, whether in use or not: no need to wait for the
+    // number of tiles before it is looked up.
+    if (index >= gridDim.x && index >= num_tiles) return false;
+    const int4 info = p.tile_info[index / num_m_tiles];
     if (index >= num_tiles) return false;
-    tile.expert = p.tile_expert[index / num_m_tiles];
-    const u32 first = static_cast<u32>(p.expert_first_tile[tile.expert]);
-    const u32 count = static_cast<u32>(p.expert_first_tile[tile.expert + 1]) - first;
+    const u32 first = static_cast<u32>(info.y);
     const u32 in_expert = index - first * num_m_tiles;
     const u32 band = in_expert / (kBand * num_m_tiles) * kBand;
-    const u32 width = min(kBand, count - band);
+    const u32 width = min(kBand, static_cast<u32>(info.z) - band);
     const u32 in_band = in_expert - band * num_m_tiles;
+    tile.expert = info.x;
     tile.m_tile = static_cast<i32>(in_band / width);
     tile.n_tile = static_cast<i32>(first + band + in_band % width);
     tile.first_row = tile.n_tile * Config::kTileN;
-    tile.num_rows = p.tile_rows[tile.n_tile];
+    tile.num_rows = info.z == 1 ? info.w : p.tile_info[tile.n_tile].w;
     return true;
   }
 };

@@ -37,28 +37,6 @@ __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u6
       : "memory");
 }
 
-// Copies bytes, a multiple of 16, from shared to global memory.
-__device__ __forceinline__ void bulk_store(void* gmem, const void* smem, i32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(gmem),
-               "r"(cvta_to_shared(smem)), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void bulk_commit_group() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// Waits until at most kPending of this thread's latest groups still read shared memory.
-template <int kPending>
-__device__ __forceinline__ void bulk_wait_group_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
-// Waits until this thread's groups have been written.
-__device__ __forceinline__ void bulk_wait_all() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-
 // Orders this thread's ordinary shared-memory writes before later reads by the copy engine and the
 // tensor cores.
 __device__ __forceinline__ void fence_proxy_async_shared() {

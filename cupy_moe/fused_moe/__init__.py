@@ -2,18 +2,29 @@
 
 Arrays of PyTorch, CuPy, NumPy or any other DLPack producer go in; results are arrays of the library
 of ``hidden_states``. Arrays in host memory run the NumPy reference.
+
+An operation checks its arguments and allocates at every call; the function ``plan_...`` beside it
+does so once and returns a `PlannedMoe` that only runs.
 """
 
 from cupy_moe.fused_moe.fp8 import (
     trtllm_fp8_per_tensor_scale_moe,
     trtllm_fp8_per_tensor_scale_routed_moe,
 )
+from cupy_moe.fused_moe.planned import (
+    PlannedMoe,
+    plan_fp8_per_tensor_scale_moe,
+    plan_fp8_per_tensor_scale_routed_moe,
+)
 from cupy_moe.types import ActivationType, RoutingMethodType, WeightLayout
 
 __all__ = [
     "ActivationType",
+    "PlannedMoe",
     "RoutingMethodType",
     "WeightLayout",
+    "plan_fp8_per_tensor_scale_moe",
+    "plan_fp8_per_tensor_scale_routed_moe",
     "trtllm_fp8_per_tensor_scale_moe",
     "trtllm_fp8_per_tensor_scale_routed_moe",
 ]

@@ -1,22 +1,24 @@
-"""From checked arguments to results: the problem of a call, its backend, what is handed back."""
+"""From checked arguments to a layer that can run: the problem of a call, and its backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
+from typing import Protocol
 
 from cupy_moe.fused_moe.settings import MoeSettings
 from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult, RoutingSource
+from cupy_moe.results import allocate_result
 from cupy_moe.runtime.arrays import HOST
 from cupy_moe.types import RoutingMethodType
-from cupy_moe.validate import ArrayLike, remember_accepted, require_supported_device
+from cupy_moe.validate import require_supported_device
 
-__all__ = ["returned", "run"]
+__all__ = ["Layer", "bind"]
 
 _MAX_SLOTS = 2**30  # permuted rows, padding included, are counted in int32
 
 
-@remember_accepted
+@lru_cache(maxsize=1024)
 def _problem(
     operation: str,
     settings: MoeSettings,
@@ -58,8 +60,22 @@ def _problem(
     )
 
 
-def run(operation: str, settings: MoeSettings, operands: MoeOperands) -> MoeResult:
-    """Run a call: the kernels for CUDA arrays, the reference for arrays in host memory.
+class Layer(Protocol):
+    """A layer on fixed arrays, checked, with its results allocated."""
+
+    operands: MoeOperands
+    result: MoeResult
+    scratch_bytes: int
+
+    def bind(self) -> object:
+        """Load what the layer needs, for the current stream."""
+
+    def enqueue(self) -> None:
+        """Fill the results, on the current stream."""
+
+
+def bind(operation: str, settings: MoeSettings, operands: MoeOperands) -> Layer:
+    """Make the layer of a call: kernels for CUDA arrays, the reference for host memory.
 
     Parameters
     ----------
@@ -68,10 +84,6 @@ def run(operation: str, settings: MoeSettings, operands: MoeOperands) -> MoeResu
     settings : MoeSettings
     operands : MoeOperands
         Checked, routing included.
-
-    Returns
-    -------
-    MoeResult
     """
     hidden, logits, bias = operands.hidden_states, operands.routing_logits, operands.routing_bias
     weights = operands.topk_weights
@@ -90,58 +102,33 @@ def run(operation: str, settings: MoeSettings, operands: MoeOperands) -> MoeResu
         None if logits is None else logits.dtype,
         None if bias is None else bias.dtype,
     )
-    require_supported_device(operation, hidden.device)
-    if not num_tokens:
-        return _empty_result(problem, operands)
-    return _backend(hidden.device == HOST)(problem, operands)
+    backend = _backend(operation, hidden.device)
+    return backend(problem, operands) if num_tokens else _EmptyLayer(problem, operands)
 
 
 @cache
-def _backend(is_host: bool) -> Callable[[MoeProblem, MoeOperands], MoeResult]:
-    """Import a backend when an array comes in that needs it."""
-    if is_host:
-        from cupy_moe.fused_moe import host
+def _backend(operation: str, device: int) -> Callable[[MoeProblem, MoeOperands], Layer]:
+    """Check a device and import its backend, when an array comes in that needs it."""
+    require_supported_device(operation, device)
+    if device == HOST:
+        from cupy_moe.fused_moe.host import HostLayer
 
-        return host.run_moe
-    from cupy_moe import pipeline
+        return HostLayer
+    from cupy_moe.bound_layer import BoundLayer
 
-    return pipeline.run_moe
-
-
-def _empty_result(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
-    """Make the arrays of a call without tokens, which nothing is launched for."""
-    device, framework = operands.hidden_states.device, operands.hidden_states.framework
-    rows = (0, problem.hidden_size)
-    if problem.do_finalize:
-        return MoeResult(output=operands.output or framework.empty(rows, "bfloat16", device))
-    return MoeResult(
-        gemm2_output=framework.empty(rows, "bfloat16", device),
-        expert_weights=operands.topk_weights
-        or framework.empty((0, problem.top_k), "bfloat16", device),
-        expanded_idx_to_permuted_idx=framework.empty((0,), "int32", device),
-    )
+    return BoundLayer
 
 
-def returned(
-    result: MoeResult, output: ArrayLike | None, weights: ArrayLike | None
-) -> ArrayLike | list[ArrayLike]:
-    """Arrays to hand back; what the caller passed in comes back as the same object.
+class _EmptyLayer:
+    """Layer without tokens, which nothing is launched for."""
 
-    Parameters
-    ----------
-    result : MoeResult
-    output, weights : array or None
-        The caller's output array and, of a tuple ``topk_ids``, the weights.
+    def __init__(self, problem: MoeProblem, operands: MoeOperands) -> None:
+        self.operands = operands
+        self.result = allocate_result(problem, operands, 0)
+        self.scratch_bytes = 0
 
-    Returns
-    -------
-    array or list of three arrays
-    """
-    if result.output is not None:
-        return result.output.owner if output is None else output
-    rows, slot_weights = result.gemm2_output, result.expert_weights
-    permutation = result.expanded_idx_to_permuted_idx
-    assert rows is not None
-    assert slot_weights is not None
-    assert permutation is not None
-    return [rows.owner, slot_weights.owner if weights is None else weights, permutation.owner]
+    def bind(self) -> None:
+        """Nothing is to be loaded."""
+
+    def enqueue(self) -> None:
+        """Nothing is to be filled."""

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from cupy_moe.fused_moe.execution import returned, run
-from cupy_moe.fused_moe.operands import (
-    ACTIVATIONS,
-    describe_layer,
-    describe_router,
-    describe_topk,
-    describe_written,
-)
-from cupy_moe.fused_moe.settings import moe_settings, warn_ignored_groups
-from cupy_moe.validate import ArrayLike, Checker, scaling_factor
+from cupy_moe.fused_moe.fp8_layers import logits_layer, routed_layer
+from cupy_moe.results import owners
+from cupy_moe.validate import ArrayLike
 
 __all__ = ["trtllm_fp8_per_tensor_scale_moe", "trtllm_fp8_per_tensor_scale_routed_moe"]
-
-_ROUTED = "trtllm_fp8_per_tensor_scale_routed_moe"
-_FROM_LOGITS = "trtllm_fp8_per_tensor_scale_moe"
 
 
 def trtllm_fp8_per_tensor_scale_routed_moe(
@@ -168,11 +158,15 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
 
     Name and arguments are those of the operation in FlashInfer.
     """
-    check = Checker(_ROUTED)
-    settings = moe_settings(
-        _ROUTED,
-        ACTIVATIONS,
-        False,
+    layer = routed_layer(
+        topk_ids,
+        routing_bias,
+        hidden_states,
+        gemm1_weights,
+        output1_scales_scalar,
+        output1_scales_gate_scalar,
+        gemm2_weights,
+        output2_scales_scalar,
         num_experts,
         top_k,
         n_group,
@@ -180,31 +174,20 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
         intermediate_size,
         local_expert_offset,
         local_num_experts,
+        routed_scaling_factor,
         use_routing_scales_on_input,
         routing_method_type,
         do_finalize,
         enable_pdl,
         tune_max_num_tokens,
         activation_type,
-        True,
-    )
-    scaling_factor(_ROUTED, "routed_scaling_factor", routed_scaling_factor)
-    operands = describe_layer(
-        check,
-        settings,
-        hidden_states,
-        gemm1_weights,
-        output1_scales_scalar,
-        output1_scales_gate_scalar,
-        gemm2_weights,
-        output2_scales_scalar,
+        routing_replay_out,
+        output,
         gemm1_clamp_limit,
+        workspace_buffer,
     )
-    describe_topk(check, settings, operands, topk_ids, routing_bias, routing_replay_out)
-    describe_written(check, settings, operands, output, workspace_buffer)
-    result = run(_ROUTED, settings, operands)
-    weights = topk_ids[1] if isinstance(topk_ids, tuple) else None
-    return returned(result, output, weights)
+    layer.enqueue()
+    return owners(layer.result)
 
 
 def trtllm_fp8_per_tensor_scale_moe(
@@ -326,11 +309,15 @@ def trtllm_fp8_per_tensor_scale_moe(
     Name and arguments are those of the operation in FlashInfer; versions without ``do_finalize``
     take ``enable_pdl`` at its place, so pass the optional arguments by name.
     """
-    check = Checker(_FROM_LOGITS)
-    settings = moe_settings(
-        _FROM_LOGITS,
-        ACTIVATIONS,
-        True,
+    layer = logits_layer(
+        routing_logits,
+        routing_bias,
+        hidden_states,
+        gemm1_weights,
+        output1_scales_scalar,
+        output1_scales_gate_scalar,
+        gemm2_weights,
+        output2_scales_scalar,
         num_experts,
         top_k,
         n_group,
@@ -338,6 +325,7 @@ def trtllm_fp8_per_tensor_scale_moe(
         intermediate_size,
         local_expert_offset,
         local_num_experts,
+        routed_scaling_factor,
         use_routing_scales_on_input,
         routing_method_type,
         do_finalize,
@@ -345,22 +333,10 @@ def trtllm_fp8_per_tensor_scale_moe(
         tune_max_num_tokens,
         activation_type,
         norm_topk_prob,
-    )
-    warn_ignored_groups(_FROM_LOGITS, settings)
-    factor = scaling_factor(_FROM_LOGITS, "routed_scaling_factor", routed_scaling_factor)
-    operands = describe_layer(
-        check,
-        settings,
-        hidden_states,
-        gemm1_weights,
-        output1_scales_scalar,
-        output1_scales_gate_scalar,
-        gemm2_weights,
-        output2_scales_scalar,
+        routing_replay_out,
+        output,
         gemm1_clamp_limit,
+        workspace_buffer,
     )
-    operands.routed_scaling_factor = factor
-    describe_router(check, settings, operands, routing_logits, routing_bias, routing_replay_out)
-    describe_written(check, settings, operands, output, workspace_buffer)
-    result = run(_FROM_LOGITS, settings, operands)
-    return returned(result, output, None)
+    layer.enqueue()
+    return owners(layer.result)

@@ -1,4 +1,4 @@
-"""Runs checked calls on arrays in host memory with the reference, as the pipeline does on a GPU."""
+"""Runs checked calls on arrays in host memory with the reference, as `BoundLayer` does on a GPU."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_moe.formats import decode_bf16, encode_bf16
-from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult, RoutingSource
-from cupy_moe.reference.moe import fp8_moe
+from cupy_moe.plan import MoeOperands, MoeProblem, RoutingSource, max_token_tiles
+from cupy_moe.reference.moe import DEFAULT_TILE, fp8_moe
 from cupy_moe.reference.routing import decode_packed, select_experts
-from cupy_moe.runtime.arrays import HOST, ArrayRef, to_numpy
+from cupy_moe.results import allocate_result
+from cupy_moe.runtime.arrays import ArrayRef, to_numpy
 
-__all__ = ["run_moe"]
+__all__ = ["HostLayer"]
 
 
-def run_moe(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
-    """Run a call whose arrays are all in host memory.
+class HostLayer:
+    """One layer on fixed arrays in host memory, like `cupy_moe.bound_layer.BoundLayer`.
 
     Parameters
     ----------
@@ -27,14 +28,49 @@ def run_moe(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
     operands : MoeOperands
         Checked arguments; ``enable_pdl`` and ``workspace_buffer`` have no effect here.
 
-    Returns
-    -------
-    MoeResult
+    Attributes
+    ----------
+    operands : MoeOperands
+    result : MoeResult
         New arrays come from the library of ``hidden_states``.
+    scratch_bytes : int
+        0: scratch memory lives as long as a run.
     """
-    ids, weights = _routing(problem, operands)
+
+    __slots__ = ("_problem", "operands", "result", "scratch_bytes")
+
+    def __init__(self, problem: MoeProblem, operands: MoeOperands) -> None:
+        self._problem, self.operands = problem, operands
+        tiles = max_token_tiles(problem.num_slots, problem.local_num_experts, DEFAULT_TILE)
+        self.result = allocate_result(problem, operands, tiles * DEFAULT_TILE)
+        self.scratch_bytes = 0
+
+    def bind(self) -> None:
+        """Nothing is to be loaded."""
+
+    def enqueue(self) -> None:
+        """Run the reference; the results are there on return."""
+        problem, operands, result = self._problem, self.operands, self.result
+        ids, weights = _routing(problem, operands)
+        computed = _run(problem, operands, ids, weights)
+        if isinstance(computed, np.ndarray):
+            _fill(result.output, computed.view(ml_dtypes.bfloat16))
+            return
+        rows, expanded_to_permuted = computed
+        _fill(result.gemm2_output, rows.view(ml_dtypes.bfloat16))
+        _fill(result.expanded_idx_to_permuted_idx, expanded_to_permuted)
+        if operands.topk_weights is None:
+            _fill(result.expert_weights, encode_bf16(weights).view(ml_dtypes.bfloat16))
+
+
+def _run(
+    problem: MoeProblem,
+    operands: MoeOperands,
+    ids: NDArray[np.int32],
+    weights: NDArray[np.float32],
+) -> NDArray[np.uint16] | tuple[NDArray[np.uint16], NDArray[np.int32]]:
     limit = operands.clamp_limit
-    result = fp8_moe(
+    return fp8_moe(
         _raw(operands.hidden_states),
         _raw(operands.gemm1_weights),
         _raw(operands.gemm2_weights),
@@ -49,15 +85,6 @@ def run_moe(problem: MoeProblem, operands: MoeOperands) -> MoeResult:
         clamp_limit=None if limit is None else to_numpy(limit),
         scale_input=problem.scale_input,
         do_finalize=problem.do_finalize,
-    )
-    like = operands.hidden_states
-    if isinstance(result, np.ndarray):
-        return MoeResult(output=_bf16_array(result, like, operands.output))
-    rows, expanded_to_permuted = result
-    return MoeResult(
-        gemm2_output=_bf16_array(rows, like),
-        expert_weights=operands.topk_weights or _bf16_array(encode_bf16(weights), like),
-        expanded_idx_to_permuted_idx=_int32_array(expanded_to_permuted, like),
     )
 
 
@@ -107,14 +134,6 @@ def _as_f32(ref: ArrayRef) -> NDArray[np.float32]:
     return widened
 
 
-def _bf16_array(bits: NDArray[np.uint16], like: ArrayRef, out: ArrayRef | None = None) -> ArrayRef:
-    """BF16 array of the library of ``like`` holding ``bits``; ``out`` if given."""
-    ref = out or like.framework.empty(bits.shape, "bfloat16", HOST)
-    to_numpy(ref)[...] = bits.view(ml_dtypes.bfloat16)
-    return ref
-
-
-def _int32_array(values: NDArray[Any], like: ArrayRef) -> ArrayRef:
-    ref = like.framework.empty(values.shape, "int32", HOST)
+def _fill(ref: ArrayRef | None, values: NDArray[Any]) -> None:
+    assert ref is not None
     to_numpy(ref)[...] = values
-    return ref

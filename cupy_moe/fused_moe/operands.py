@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from operator import attrgetter
 
@@ -27,6 +28,7 @@ __all__ = [
     "describe_router",
     "describe_topk",
     "describe_written",
+    "named_arrays",
 ]
 
 ACTIVATIONS = frozenset(
@@ -42,7 +44,7 @@ ACTIVATIONS = frozenset(
 )
 _BIASED_METHODS = (RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2)
 
-# Fields of MoeOperands, under the names of the public arguments; the last two are written.
+# Fields of MoeOperands, under the names of the public arguments.
 _ARGUMENTS = {
     "hidden_states": "hidden_states",
     "gemm1_weights": "gemm1_weights",
@@ -57,6 +59,7 @@ _ARGUMENTS = {
     "routing_bias": "routing_bias",
     "routing_replay_out": "routing_replay_out",
     "output": "output",
+    "workspace_buffer": "workspace_buffer",
 }
 _argument_names = tuple(_ARGUMENTS)
 _get_arguments = attrgetter(*_ARGUMENTS.values())
@@ -123,14 +126,14 @@ def describe_layer(
 
 def _describe_hidden_states(check: Checker, value: ArrayLike) -> ArrayRef:
     name = "hidden_states"
-    ref = check.describe(name, value)
+    ref = check.anchor(name, value)
     if ref.dtype in ("bfloat16", "float16"):
         next_step = "Quantize with cupy_moe.weights.quantize_activations_fp8."
         check.refuse(NotImplementedError, name, "be float8_e4m3fn", ref.dtype, next_step)
     shape = ref.shape
     if len(shape) != 2:
-        check.refuse(ValueError, name, "be (num_tokens, hidden_size)", f"shape {shape}")
-    check.require(name, ref, E4M3, shape, "(num_tokens, hidden_size)", align=VECTOR_ALIGNMENT)
+        check.refuse(ValueError, name, "be (num_tokens, hidden_size)", f"shape {tuple(shape)}")
+    check.array(name, ref, E4M3, shape, "(num_tokens, hidden_size)", align=VECTOR_ALIGNMENT)
     if shape[1] % SIZE_MULTIPLE or not shape[1]:
         rule = f"have a hidden_size that is a positive multiple of {SIZE_MULTIPLE}"
         next_step = "Pad tokens and weights with zero columns."
@@ -234,4 +237,9 @@ def describe_written(
 
 
 def _check_written(check: Checker, operands: MoeOperands, name: str, ref: ArrayRef) -> None:
-    check.writable(name, ref, zip(_argument_names, _get_arguments(operands), strict=True))
+    check.writable(name, ref, named_arrays(operands))
+
+
+def named_arrays(operands: MoeOperands) -> Iterator[tuple[str, ArrayRef | None]]:
+    """Operands under the names of the public arguments."""
+    return zip(_argument_names, _get_arguments(operands), strict=True)

@@ -249,5 +249,5 @@ def warn_ignored_groups(operation: str, settings: MoeSettings) -> None:
     ):
         warnings.warn(
             f"{operation}: routing_method_type Llama4 (3) ignores n_group and topk_group.",
-            stacklevel=3,
+            stacklevel=4,  # the caller of an operation or of its plan
         )

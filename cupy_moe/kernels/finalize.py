@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cupy_moe.runtime.jit import KernelSpec
-from cupy_moe.runtime.launch import ParamLayout, launch
+from cupy_moe.runtime.launch import BoundLaunch, ParamLayout, bind
 
 if TYPE_CHECKING:
     from cupy_moe.runtime.jit import Function
 
-__all__ = ["PARAMS", "FinalizeConfig", "all_finalize_configs", "launch_finalize"]
+__all__ = ["PARAMS", "FinalizeConfig", "all_finalize_configs", "bind_finalize"]
 
 COLUMNS_PER_THREAD = 8
 
@@ -47,7 +47,7 @@ def all_finalize_configs() -> list[FinalizeConfig]:
     return [FinalizeConfig()]
 
 
-def launch_finalize(
+def bind_finalize(
     function: Function,
     config: FinalizeConfig,
     *,
@@ -61,8 +61,8 @@ def launch_finalize(
     weights_are_f32: bool,
     stream: int,
     pdl: bool,
-) -> None:
-    """Launch the loaded ``config``; the addresses are those of ``Params`` in ``finalize.cu``."""
+) -> BoundLaunch:
+    """Prepare a launch of the loaded ``config``; addresses as in ``Params`` of the kernel."""
     params = PARAMS.pack(
         gemm2_output,
         expanded_to_permuted,
@@ -73,4 +73,4 @@ def launch_finalize(
         weights_are_f32,
     )
     grid = config.grid(num_tokens, hidden_size)
-    launch(function, params, grid=grid, block=config.num_threads, stream=stream, pdl=pdl)
+    return bind(function, params, grid=grid, block=config.num_threads, stream=stream, pdl=pdl)

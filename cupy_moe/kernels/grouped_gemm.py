@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from cupy_moe.runtime.jit import KernelSpec
-from cupy_moe.runtime.launch import ParamLayout, launch
+from cupy_moe.runtime.launch import BoundLaunch, ParamLayout, bind
 from cupy_moe.types import ActivationType
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ __all__ = [
     "GemmStage",
     "MainloopKind",
     "all_gemm_configs",
-    "launch_grouped_gemm",
+    "bind_grouped_gemm",
+    "gather_choices",
     "mainloop_for",
 ]
 
@@ -32,9 +33,8 @@ PARAMS = ParamLayout(
     ("weights", "ptr"),
     ("tokens", "ptr"),
     ("permuted_to_expanded", "ptr"),
-    ("tile_expert", "ptr"),
-    ("tile_rows", "ptr"),
-    ("expert_first_tile", "ptr"),
+    ("tile_info", "ptr"),
+    ("num_n_tiles", "ptr"),
     ("tile_counter", "ptr"),
     ("output_scales", "ptr"),
     ("gate_scales", "ptr"),
@@ -45,7 +45,6 @@ PARAMS = ParamLayout(
     ("k", "i32"),
     ("top_k", "i32"),
     ("token_scales_are_f32", "i32"),
-    ("local_num_experts", "i32"),
 )
 
 TILE_K = 128
@@ -114,6 +113,7 @@ class GemmConfig:
     warps_n: int
     num_threads: int
     min_blocks: int
+    gather_tokens: bool  # by permuted_to_expanded; else rows are in place
     stream_weights: bool  # weights leave the L2 cache first
     staging_bytes: int  # of one group of threads that shares output rows
     smem_bytes: int
@@ -126,6 +126,8 @@ class GemmConfig:
         kind: MainloopKind,
         tile_m: int,
         tile_n: int,
+        *,
+        gather_tokens: bool,
     ) -> GemmConfig:
         """Fill in what follows from the tile; FC2 has no activation of its own."""
         if (tile_m, tile_n) not in TILE_SHAPES[kind]:
@@ -159,6 +161,7 @@ class GemmConfig:
             num_threads=32 * (warps_m * warps_n + producer_warps),
             # NOTE: a register cap of two blocks an SM makes larger token tiles spill (NVRTC 13.0).
             min_blocks=2 if not is_wgmma and tile_n <= 32 else 1,
+            gather_tokens=gather_tokens,
             stream_weights=tile_n < 128,
             staging_bytes=staging_bytes,
             smem_bytes=smem_bytes,
@@ -199,19 +202,28 @@ def _shared_memory(
 
 def all_gemm_configs(kind: MainloopKind) -> list[GemmConfig]:
     """Every specialization a plan can ask for."""
-    activations = {
-        GemmStage.Fc1: SUPPORTED_ACTIVATIONS,
-        GemmStage.Fc2: (ActivationType.Identity,),
-    }
-    return [
-        GemmConfig.make(stage, activation, kind, *shape)
-        for stage in GemmStage
-        for activation in activations[stage]
+    fc1 = [
+        GemmConfig.make(GemmStage.Fc1, activation, kind, *shape, gather_tokens=gather)
+        for activation in SUPPORTED_ACTIVATIONS
+        for shape in TILE_SHAPES[kind]
+        for gather in gather_choices(kind, *shape)
+    ]
+    fc2 = [
+        GemmConfig.make(GemmStage.Fc2, ActivationType.Identity, kind, *shape, gather_tokens=False)
         for shape in TILE_SHAPES[kind]
     ]
+    return fc1 + fc2
 
 
-def launch_grouped_gemm(
+def gather_choices(kind: MainloopKind, tile_m: int, tile_n: int) -> tuple[bool, ...]:
+    """Whether FC1 may gather token rows itself, may read a permuted copy, or both."""
+    if kind is MainloopKind.Mma or tile_n < 16:
+        return (True,)
+    # NOTE: beside the accumulators of the largest tile no registers are left to gather with.
+    return (False,) if tile_m == 256 else (True, False)
+
+
+def bind_grouped_gemm(
     function: Function,
     config: GemmConfig,
     num_blocks: int,
@@ -221,9 +233,8 @@ def launch_grouped_gemm(
     weights: int,
     tokens: int,
     permuted_to_expanded: int,
-    tile_expert: int,
-    tile_rows: int,
-    expert_first_tile: int,
+    tile_info: int,
+    num_n_tiles: int,
     tile_counter: int,
     output_scales: int,
     gate_scales: int,
@@ -234,20 +245,18 @@ def launch_grouped_gemm(
     k: int,
     top_k: int,
     token_scales_are_f32: bool,
-    local_num_experts: int,
     stream: int,
     pdl: bool,
-) -> None:
-    """Launch the loaded ``config``; addresses as in ``Params`` of ``grouped_gemm.cu``."""
+) -> BoundLaunch:
+    """Prepare a launch of the loaded ``config``; addresses as in ``Params`` of the kernel."""
     params = PARAMS.pack(
         token_map,
         weight_map,
         weights,
         tokens,
         permuted_to_expanded,
-        tile_expert,
-        tile_rows,
-        expert_first_tile,
+        tile_info,
+        num_n_tiles,
         tile_counter,
         output_scales,
         gate_scales,
@@ -258,9 +267,8 @@ def launch_grouped_gemm(
         k,
         top_k,
         token_scales_are_f32,
-        local_num_experts,
     )
-    launch(
+    return bind(
         function,
         params,
         grid=(num_blocks, 1, 1),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cupy_moe.runtime.jit import KernelSpec
-from cupy_moe.runtime.launch import ParamLayout, launch
+from cupy_moe.runtime.launch import BoundLaunch, ParamLayout, bind
 
 if TYPE_CHECKING:
     from cupy_moe.runtime.jit import Function
@@ -16,7 +16,7 @@ __all__ = [
     "PARAMS",
     "PermuteConfig",
     "all_permute_configs",
-    "launch_permute",
+    "bind_permute",
     "permute_config",
 ]
 
@@ -28,10 +28,8 @@ PARAMS = ParamLayout(
     ("expert_weights", "ptr"),
     ("expanded_to_permuted", "ptr"),
     ("permuted_to_expanded", "ptr"),
-    ("tile_expert", "ptr"),
-    ("tile_rows", "ptr"),
-    ("expert_first_tile", "ptr"),
-    ("tile_counters", "ptr"),
+    ("tile_info", "ptr"),
+    ("schedule", "ptr"),
     ("num_slots", "i32"),
     ("local_num_experts", "i32"),
     ("local_expert_offset", "i32"),
@@ -127,7 +125,7 @@ def all_permute_configs(arch: str) -> list[PermuteConfig]:
     ]
 
 
-def launch_permute(
+def bind_permute(
     function: Function,
     config: PermuteConfig,
     *,
@@ -135,33 +133,29 @@ def launch_permute(
     expert_weights: int,
     expanded_to_permuted: int,
     permuted_to_expanded: int,
-    tile_expert: int,
-    tile_rows: int,
-    expert_first_tile: int,
-    tile_counters: int,
+    tile_info: int,
+    schedule: int,
     num_slots: int,
     local_num_experts: int,
     local_expert_offset: int,
     tile_n: int,
     stream: int,
     pdl: bool,
-) -> None:
-    """Launch the loaded ``config``; the addresses are those of ``Params`` in ``permute.cu``."""
+) -> BoundLaunch:
+    """Prepare a launch of the loaded ``config``; addresses as in ``Params`` of the kernel."""
     params = PARAMS.pack(
         topk_ids,
         expert_weights,
         expanded_to_permuted,
         permuted_to_expanded,
-        tile_expert,
-        tile_rows,
-        expert_first_tile,
-        tile_counters,
+        tile_info,
+        schedule,
         num_slots,
         local_num_experts,
         local_expert_offset,
         tile_n,
     )
-    launch(
+    return bind(
         function,
         params,
         grid=config.grid(num_slots),

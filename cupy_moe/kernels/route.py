@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cupy_moe.runtime.jit import KernelSpec
-from cupy_moe.runtime.launch import ParamLayout, launch
+from cupy_moe.runtime.launch import BoundLaunch, ParamLayout, bind
 from cupy_moe.types import RoutingMethodType
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ __all__ = [
     "RouteConfig",
     "RoutingProblem",
     "all_route_configs",
-    "launch_route",
+    "bind_route",
     "route_config",
 ]
 
@@ -200,7 +200,7 @@ def all_route_configs() -> list[RouteConfig]:
     ]
 
 
-def launch_route(
+def bind_route(
     function: Function,
     config: RouteConfig,
     problem: RoutingProblem,
@@ -213,8 +213,8 @@ def launch_route(
     routed_scaling_factor: float,
     stream: int,
     pdl: bool,
-) -> None:
-    """Launch the loaded ``config`` on ``stream``; does nothing for zero tokens.
+) -> BoundLaunch:
+    """Prepare a launch of the loaded ``config`` on ``stream``.
 
     Parameters
     ----------
@@ -223,6 +223,7 @@ def launch_route(
     config : RouteConfig
         ``route_config(problem)``.
     problem : RoutingProblem
+        At least one token.
     logits : int
         Address of (T, E) FP32 or BF16, contiguous.
     bias : int
@@ -240,8 +241,6 @@ def launch_route(
     pdl : bool
         Whether the grid may start before its predecessor on the stream has finished.
     """
-    if problem.num_tokens == 0:
-        return
     params = PARAMS.pack(
         logits,
         bias,
@@ -255,7 +254,7 @@ def launch_route(
         problem.topk_group,
         routed_scaling_factor,
     )
-    launch(
+    return bind(
         function,
         params,
         grid=config.grid(problem.num_tokens),

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "HOST",
+    "ITEMSIZES",
     "Array",
     "ArrayRef",
     "HostArray",
     "Library",
     "contiguous_strides",
     "dtype_name",
+    "is_contiguous",
 ]
 
 HOST = -1
@@ -48,7 +50,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """Dtype name -> NumPy dtype of one stored element."""
 
-_ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+"""Dtype name -> bytes of one stored element."""
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "float4_e2m1fn_x2"}
 
 
@@ -75,6 +79,15 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements lie in C order without gaps; strides of length-1 axes do not matter."""
+    expected = contiguous_strides(shape)
+    if strides == expected or 0 in shape:
+        return True
+    axes = zip(shape, strides, expected, strict=True)
+    return all(length == 1 or stride == want for length, stride, want in axes)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class ArrayRef:
     """Reference to an array of any framework; keeps the array alive.
@@ -85,12 +98,14 @@ class ArrayRef:
         The array itself, and what an operation hands back to its caller.
     ptr : int
         Address of element (0, ..., 0); may be 0 if the array is empty.
-    shape, strides : tuple of int
-        In elements (a packed ``float4_e2m1fn_x2`` byte is one element).
+    shape : tuple of int
+        In elements (a packed ``float4_e2m1fn_x2`` byte is one element); ``torch.Size`` is one, too.
     dtype : str
         A key of `DTYPES`.
     device : int
         CUDA ordinal, or `HOST` (-1) for host memory.
+    is_contiguous : bool
+        Whether elements lie in C order without gaps; strides of length-1 axes do not matter.
     framework : Framework
         Allocates and exports arrays of the owner's kind.
     keepalive : object
@@ -100,16 +115,16 @@ class ArrayRef:
     owner: Any
     ptr: int
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
     dtype: str
     device: int
+    is_contiguous: bool
     framework: Framework
     keepalive: Any = field(default=None)
 
     @property
     def itemsize(self) -> int:
         """Bytes of one stored element."""
-        return _ITEMSIZES[self.dtype]
+        return ITEMSIZES[self.dtype]
 
     @property
     def size(self) -> int:
@@ -119,7 +134,7 @@ class ArrayRef:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements, without gaps."""
-        return math.prod(self.shape) * _ITEMSIZES[self.dtype]
+        return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
     @property
     def ndim(self) -> int:
@@ -127,13 +142,9 @@ class ArrayRef:
         return len(self.shape)
 
     @property
-    def is_contiguous(self) -> bool:
-        """Whether elements lie in C order without gaps; strides of length-1 axes do not matter."""
-        expected = contiguous_strides(self.shape)
-        if self.strides == expected or 0 in self.shape:
-            return True
-        axes = zip(self.shape, self.strides, expected, strict=True)
-        return all(length == 1 or stride == want for length, stride, want in axes)
+    def strides(self) -> tuple[int, ...]:
+        """In elements."""
+        return self.framework.strides(self)
 
     @property
     def is_writable(self) -> bool:

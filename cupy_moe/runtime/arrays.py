@@ -19,6 +19,7 @@ from cupy_moe.runtime.frameworks import (
 
 __all__ = [
     "DTYPES",
+    "FRAMEWORKS",
     "HOST",
     "ArrayRef",
     "CupyFramework",
@@ -33,7 +34,8 @@ __all__ = [
 ]
 
 _NUMPY = NumpyFramework()
-_frameworks: dict[type, Framework] = {np.ndarray: _NUMPY}  # by exact type of the array
+FRAMEWORKS: dict[type, Framework] = {np.ndarray: _NUMPY}
+"""Frameworks met so far, by exact type of the array; see `describe`."""
 
 
 def describe(x: Array, what: str = "array") -> ArrayRef:
@@ -60,7 +62,7 @@ def describe(x: Array, what: str = "array") -> ArrayRef:
     -----
     About 1 us for a tensor: torch, CuPy and NumPy arrays are read by attribute, never imported.
     """
-    framework = _frameworks.get(type(x))
+    framework = FRAMEWORKS.get(type(x))
     if framework is None:
         framework = _framework_of(x, what)
     return framework.describe(x, what)
@@ -83,11 +85,11 @@ def _framework_of(x: Array, what: str) -> Framework:
             f"{what}: expected an array (torch, CuPy, NumPy or any with __dlpack__), "
             f"got {kind.__name__}"
         )
-    return _frameworks.setdefault(kind, framework)
+    return FRAMEWORKS.setdefault(kind, framework)
 
 
 def _singleton(kind: type, make: Callable[[], Framework]) -> Framework:
-    return _frameworks.get(kind) or _frameworks.setdefault(kind, make())
+    return FRAMEWORKS.get(kind) or FRAMEWORKS.setdefault(kind, make())
 
 
 def _refuse_wrapper(kind: type, torch: Library, what: str) -> None:

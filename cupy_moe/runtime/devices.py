@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ DriverValue: TypeAlias = Any  # handles and codes of cuda.bindings, an optional 
 __all__ = [
     "check",
     "compute_capability",
+    "context_is_current",
     "device_guard",
     "max_shared_memory",
     "sm_count",
@@ -43,12 +45,18 @@ def describe_error(status: DriverValue) -> str:
 
 
 @cache
-def _primary_context(device: int) -> tuple[Any, int]:
-    """Primary context of a device, retained for the life of the process, and its address."""
+def _primary_context(device: int) -> tuple[Any, int, Callable[[], tuple[Any, Any]]]:
+    """Primary context of a device, retained for good; its address; how to ask for the current."""
     require_gpu()
     driver = import_driver()
     context = check(driver.cuDevicePrimaryCtxRetain(device), f"using cuda:{device}")
-    return context, int(context)
+    return context, int(context), driver.cuCtxGetCurrent
+
+
+def context_is_current(device: int) -> bool:
+    """Whether a device's primary context is current, so that a `device_guard` would do nothing."""
+    _, address, get_current = _primary_context(device)
+    return int(get_current()[1]) == address
 
 
 class device_guard:  # noqa: N801 (reads as a statement)
@@ -66,13 +74,12 @@ class device_guard:  # noqa: N801 (reads as a statement)
 
     def __enter__(self) -> None:
         """Push the context if it is not current."""
-        if self._device == HOST:
+        if self._device == HOST or context_is_current(self._device):
             return
-        context, address = _primary_context(self._device)
-        driver = import_driver()
-        if int(driver.cuCtxGetCurrent()[1]) != address:
-            check(driver.cuCtxPushCurrent(context), f"switching to cuda:{self._device}")
-            self._pushed = True
+        context, *_ = _primary_context(self._device)
+        pushed = import_driver().cuCtxPushCurrent(context)
+        check(pushed, f"switching to cuda:{self._device}")
+        self._pushed = True
 
     def __exit__(
         self,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, NewType, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cupy_moe.runtime.devices import DriverValue, describe_error
 from cupy_moe.runtime.requirements import import_driver
@@ -16,11 +15,9 @@ from cupy_moe.runtime.requirements import import_driver
 if TYPE_CHECKING:
     from cupy_moe.runtime.jit import Function
 
-__all__ = ["Field", "PackedParams", "ParamLayout", "ParamValue", "launch"]
+__all__ = ["BoundLaunch", "Field", "PackedParams", "ParamLayout", "ParamValue", "bind", "enqueue"]
 
 ParamValue: TypeAlias = "int | float | bytes"
-PackedParams = NewType("PackedParams", int)
-"""Address of the one-element ``void*[]`` that a launch takes."""
 
 _LAUNCH_CONFIGS = 2048  # prepared configurations kept: kernels x token counts x streams
 
@@ -56,16 +53,24 @@ class Field:
     device_type: str
 
 
-class _Buffer(threading.local):
-    """Per-thread memory of one layout: a pointer to the struct, then the struct."""
+_STRUCT_ALIGNMENT = 64  # what a tensor map wants
+_POINTER_SIZE = 8
 
-    def __init__(self, size: int) -> None:
-        self.memory = (ctypes.c_char * (size + 128))()
-        base = ctypes.addressof(self.memory)
-        # 64 bytes: the alignment that a tensor map wants.
-        self.offset = -base % 64 + 64
-        self.address = PackedParams(base + self.offset - 64)
-        ctypes.c_void_p.from_address(self.address).value = base + self.offset
+
+@dataclass(slots=True, eq=False)
+class PackedParams:
+    """A parameter struct in memory of its own, never changed afterwards.
+
+    Attributes
+    ----------
+    address : int
+        Of the one-element ``void*[]`` that a launch takes; it points to the struct.
+    memory : object
+        Holds both.
+    """
+
+    address: int
+    memory: Any
 
 
 class ParamLayout:
@@ -89,23 +94,24 @@ class ParamLayout:
         If a kind is unknown or a name is used twice.
     """
 
-    __slots__ = ("_buffer", "_pack_into", "_struct", "fields", "size")
+    __slots__ = ("_memory_type", "_pack_into", "_struct", "fields", "size")
 
     def __init__(self, *fields: tuple[str, str]) -> None:
         self.fields = tuple(_place(fields))
         names = [field.name for field in self.fields]
         if len(set(names)) != len(names):
             raise ValueError(f"ParamLayout: names must be unique, got {', '.join(names)}")
-        codes, end = ["="], 0
+        codes, end = [], 0
         for field in self.fields:
             kind = _KINDS[field.kind]
             codes.append(f"{field.offset - end}x{kind.code}")
             end = field.offset + kind.size
         alignment = max((_KINDS[field.kind].alignment for field in self.fields), default=1)
         self.size = _align(end, alignment)
-        self._struct = struct.Struct("".join([*codes, f"{self.size - end}x"]))
-        self._pack_into = self._struct.pack_into
-        self._buffer = _Buffer(self.size)
+        body = "".join([*codes, f"{self.size - end}x"])
+        self._struct = struct.Struct(f"={body}")
+        self._pack_into = struct.Struct(f"=Q{body}").pack_into  # the pointer, then the struct
+        self._memory_type = ctypes.c_char * (_POINTER_SIZE + _STRUCT_ALIGNMENT - 1 + self.size)
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -132,29 +138,26 @@ class ParamLayout:
             raise self._refusal(values) from error
 
     def pack(self, *values: ParamValue) -> PackedParams:
-        """Write the field values into this thread's buffer for the next `launch`.
+        """Lay the field values out for launches.
 
         Parameters
         ----------
         *values : int, float or bytes
             One per field, in order.
 
-        Returns
-        -------
-        PackedParams
-            Valid until the same thread packs this layout again; a launch copies what it points to.
-
         Raises
         ------
         ValueError
             If the number of values differs from the fields, or one does not fit its field.
         """
-        buffer = self._buffer
+        memory = self._memory_type()
+        base = ctypes.addressof(memory)
+        pointer = -(base + _POINTER_SIZE) % _STRUCT_ALIGNMENT  # offset; the struct follows, aligned
         try:
-            self._pack_into(buffer.memory, buffer.offset, *values)
+            self._pack_into(memory, pointer, base + pointer + _POINTER_SIZE, *values)
         except struct.error as error:
             raise self._refusal(values) from error
-        return buffer.address
+        return PackedParams(base + pointer, memory)
 
     def _refusal(self, values: tuple[ParamValue, ...]) -> ValueError:
         if len(values) != len(self.fields):
@@ -217,7 +220,29 @@ def _driver_launch() -> tuple[DriverValue, DriverValue]:
     return driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
 
 
-def launch(
+@dataclass(slots=True, eq=False)
+class BoundLaunch:
+    """A kernel, its parameters and its configuration: made once, enqueued any number of times.
+
+    Nothing in it changes, so threads may share it. It holds addresses, not arrays: whoever keeps
+    it keeps the arrays alive.
+    """
+
+    function: Function
+    params: PackedParams
+    config: DriverValue  # CUlaunchConfig
+
+    def refusal(self, status: DriverValue) -> RuntimeError:
+        """Error for a launch that the driver answered with ``status``."""
+        c, function = self.config, self.function
+        return RuntimeError(
+            f"{function.name}: launch of grid {(c.gridDimX, c.gridDimY, c.gridDimZ)} x "
+            f"{c.blockDimX} threads, {c.sharedMemBytes} B of shared memory, {c.numAttrs} launch "
+            f"attributes on cuda:{function.device} failed: {describe_error(status)}"
+        )
+
+
+def bind(
     function: Function,
     params: PackedParams,
     *,
@@ -227,15 +252,15 @@ def launch(
     stream: int = 0,
     pdl: bool = False,
     cluster: int = 1,
-) -> None:
-    """Enqueue a kernel; returns at once.
+) -> BoundLaunch:
+    """Prepare a launch; `enqueue` makes it.
 
     Parameters
     ----------
     function : Function
-        From `cupy_moe.runtime.jit.load`; its device must be current (`device_guard`).
+        From `cupy_moe.runtime.jit.load`.
     params : PackedParams
-        From `ParamLayout.pack` of the kernel's layout on this thread.
+        From `ParamLayout.pack` of the kernel's layout.
     grid : tuple of int
         Blocks in x, y, z.
     block : int
@@ -250,18 +275,25 @@ def launch(
         compute capability 9.0.
     cluster : int
         Blocks of a cluster, along x. Needs compute capability 9.0 when larger than 1.
+    """
+    return BoundLaunch(function, params, _launch_config(grid, block, smem, stream, pdl, cluster))
+
+
+def enqueue(launches: Iterable[BoundLaunch]) -> None:
+    """Enqueue kernels in order; returns at once.
+
+    Parameters
+    ----------
+    launches : iterable of BoundLaunch
+        Their device must be current (`device_guard`).
 
     Raises
     ------
     RuntimeError
-        If the driver refuses the launch.
+        If the driver refuses a launch; those before it are enqueued.
     """
-    config = _launch_config(grid, block, smem, stream, pdl, cluster)
-    enqueue, success = _driver_launch()
-    (status,) = enqueue(config, function.handle, params, 0)
-    if status is not success:
-        raise RuntimeError(
-            f"{function.name}: launch of grid {grid} x {block} threads, {smem} B of shared memory, "
-            f"cluster {cluster}, pdl {pdl} on cuda:{function.device} failed: "
-            f"{describe_error(status)}"
-        )
+    launch, success = _driver_launch()
+    for bound in launches:
+        (status,) = launch(bound.config, bound.function.handle, bound.params.address, 0)
+        if status is not success:
+            raise bound.refusal(status)

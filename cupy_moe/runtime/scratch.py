@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from cupy_moe.runtime.array_ref import ArrayRef
-from cupy_moe.runtime.frameworks import Framework, TorchFramework
+from cupy_moe.runtime.frameworks import Framework
 
 __all__ = ["allocate"]
 
 _captured: list[ArrayRef] = []
 
 
-def allocate(framework: Framework, num_bytes: int, device: int, *, capturing: bool) -> ArrayRef:
+def allocate(framework: Framework, num_bytes: int, device: int) -> ArrayRef:
     """Uninitialized bytes from the allocator of the caller's library.
 
     Parameters
@@ -21,8 +21,6 @@ def allocate(framework: Framework, num_bytes: int, device: int, *, capturing: bo
         Size; may be 0.
     device : int
         CUDA ordinal or `HOST`.
-    capturing : bool
-        Whether the library's current stream is being captured into a CUDA graph.
 
     Returns
     -------
@@ -39,6 +37,6 @@ def allocate(framework: Framework, num_bytes: int, device: int, *, capturing: bo
     kept for the life of the process.
     """
     ref = framework.empty((num_bytes,), "uint8", device)
-    if capturing and not isinstance(framework, TorchFramework):
+    if not framework.has_graph_pool and framework.is_capturing(device):
         _captured.append(ref)
     return ref

@@ -6,7 +6,7 @@ from typing import Any
 
 from cupy_moe.runtime.arrays import describe
 from cupy_moe.runtime.jit import Function, load
-from cupy_moe.runtime.launch import launch
+from cupy_moe.runtime.launch import bind, enqueue
 from tests.probe import PARAMS, ProbeConfig
 
 __all__ = ["launch_probe", "probe_function"]
@@ -36,10 +36,5 @@ def launch_probe(
     n = 0 if out is None else describe(out).size
     pointers = (0 if a is None else describe(a).ptr for a in (x, out, sm_ids, cluster_size))
     blocks = num_blocks if num_blocks is not None else -(-n // NUM_THREADS)
-    launch(
-        function,
-        PARAMS.pack(*pointers, spin_cycles, n, offset),
-        grid=(blocks, 1, 1),
-        block=NUM_THREADS,
-        **options,
-    )
+    params = PARAMS.pack(*pointers, spin_cycles, n, offset)
+    enqueue([bind(function, params, grid=(blocks, 1, 1), block=NUM_THREADS, **options)])

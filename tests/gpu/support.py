@@ -17,6 +17,8 @@ import ml_dtypes
 import numpy as np
 
 from cupy_moe.fused_moe import (
+    plan_fp8_per_tensor_scale_moe,
+    plan_fp8_per_tensor_scale_routed_moe,
     trtllm_fp8_per_tensor_scale_moe,
     trtllm_fp8_per_tensor_scale_routed_moe,
 )
@@ -38,6 +40,8 @@ BF16 = ml_dtypes.bfloat16
 
 routed_moe = trtllm_fp8_per_tensor_scale_routed_moe
 logits_moe = trtllm_fp8_per_tensor_scale_moe
+plan_routed_moe = plan_fp8_per_tensor_scale_routed_moe
+plan_logits_moe = plan_fp8_per_tensor_scale_moe
 
 
 # --- calls ------------------------------------------------------------------------------------

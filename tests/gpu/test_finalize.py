@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from cupy_moe.formats import decode_bf16, encode_bf16
-from cupy_moe.kernels.finalize import FinalizeConfig, launch_finalize
+from cupy_moe.kernels.finalize import FinalizeConfig, bind_finalize
 from cupy_moe.runtime.jit import load
+from cupy_moe.runtime.launch import enqueue
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +48,7 @@ def finalize(
         scale = cupy.asarray(weights if weights_are_f32 else encode_bf16(weights))
     out = cupy.full((num_tokens * z.shape[1] + GUARD,), 0xABCD, np.uint16)
     config = FinalizeConfig()
-    launch_finalize(
+    bound = bind_finalize(
         load(config.spec(), 0),
         config,
         num_tokens=num_tokens,
@@ -61,6 +62,7 @@ def finalize(
         stream=cupy.cuda.get_current_stream().ptr,
         pdl=False,
     )
+    enqueue([bound])
     host = cupy.asnumpy(out)
     assert (host[-GUARD:] == 0xABCD).all()
     return host[:-GUARD].reshape(num_tokens, z.shape[1])
@@ -121,7 +123,7 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     index = cupy.asarray(np.array([[num_rows - 1]], np.int32))
     out = cupy.zeros((1, hidden), np.uint16)
     config = FinalizeConfig()
-    launch_finalize(
+    bound = bind_finalize(
         load(config.spec(), 0),
         config,
         num_tokens=1,
@@ -135,4 +137,5 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
         stream=cupy.cuda.get_current_stream().ptr,
         pdl=False,
     )
+    enqueue([bound])
     assert (out == 0x3F80).all()

@@ -11,12 +11,13 @@ import pytest
 from cupy_moe.kernels.permute import (
     PermuteConfig,
     all_permute_configs,
-    launch_permute,
+    bind_permute,
     permute_config,
 )
 from cupy_moe.reference.routing import build_permutation
 from cupy_moe.runtime.devices import compute_capability
 from cupy_moe.runtime.jit import arch_for, load
+from cupy_moe.runtime.launch import enqueue
 
 pytestmark = pytest.mark.gpu
 
@@ -129,7 +130,7 @@ def expected(case: Case, ids: np.ndarray, *, packed: bool, poison: int) -> Permu
 
 
 def launch(config: PermuteConfig, case: Case, ids: Any, out: dict[str, Any], **how: Any) -> None:
-    launch_permute(
+    bound = bind_permute(
         load(config.spec(), 0),
         config,
         topk_ids=ids.data.ptr,
@@ -140,6 +141,7 @@ def launch(config: PermuteConfig, case: Case, ids: Any, out: dict[str, Any], **h
         tile_n=case.tile_n,
         **how,
     )
+    enqueue([bound])
 
 
 def assert_permuted(

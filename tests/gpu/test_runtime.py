@@ -285,7 +285,7 @@ def test_cupy_capture(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not framework.is_capturing(0)
         stream.begin_capture()
         assert framework.is_capturing(0)
-        middle = allocate(framework, 4 * N, 0, capturing=framework.is_capturing(0))
+        middle = allocate(framework, 4 * N, 0)
         view = middle.owner.view(np.float32)
         launch_probe(function, x, view, stream=stream.ptr)
         launch_probe(function, view, out, stream=stream.ptr)
@@ -303,7 +303,7 @@ def test_cupy_capture(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             graph.launch(stream)
             stream.synchronize()
             assert np.array_equal(out.get(), ((X + value) * 2 + 1) * 2 + 1)
-        allocate(framework, 16, 0, capturing=framework.is_capturing(0))
+        allocate(framework, 16, 0)
     assert len(kept) == 1  # eager calls keep nothing
 
 
@@ -315,9 +315,7 @@ def test_torch_capture(torch: Any) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert framework.is_capturing(0)
-        middle = allocate(framework, 4 * N, 0, capturing=framework.is_capturing(0)).owner.view(
-            torch.float32
-        )
+        middle = allocate(framework, 4 * N, 0).owner.view(torch.float32)
         stream = framework.current_stream(0)
         launch_probe(function, x, middle, stream=stream)
         launch_probe(function, middle, out, stream=stream)
