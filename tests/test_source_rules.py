@@ -30,6 +30,7 @@ LAYERS = (
     ("pipeline", "validate"),
     ("comm", "fused_moe"),
     ("testing",),
+    ("bench",),
     ("cli",),
     ("__main__",),
 )
