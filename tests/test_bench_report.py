@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cupy_moe.bench import contenders
+from cupy_moe import pipeline
+from cupy_moe.bench import contenders, sweep
 from cupy_moe.bench.peers import PEERS, present_peers
 from cupy_moe.bench.report import by_workload, cells, headers, notes, peer_names, plot, write_json
 from cupy_moe.bench.rows import Timing
@@ -192,6 +193,39 @@ def test_sweep_rows_are_ordered_and_printed() -> None:
     assert str(tilings[2]) in text
     assert "0.979" in text
     assert json.loads(json.dumps(rows[-1].as_dict()))["us_of_choice"] is None
+
+
+def test_sweep_repeats_close_tilings_against_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up times by token tile; the plan's choice takes 50."""
+    workload = WORKLOADS["W-A"]
+    tilings = tile_candidates(problem_of(workload, 64), DeviceTraits("sm_90a", 132))
+    us = {None: 50.0, **{tiling: 40.0 + tiling.tile_n for tiling in tilings}}
+
+    def capture(calls: list[Any]) -> tuple[Any, list[Any]]:
+        return SimpleNamespace(replay=pipeline._tiling_override.get()), []
+
+    def interleaved(works: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+        return {name: [4 * us[tiling]] * rounds for name, tiling in works.items()}
+
+    class Ours:
+        def __init__(self, layer: Any) -> None:
+            pass
+
+        def prepare(self, *_: Any) -> Any:
+            return lambda: None
+
+    monkeypatch.setattr(sweep, "capture", capture)
+    monkeypatch.setattr(sweep, "interleaved_us", interleaved)
+    monkeypatch.setattr(sweep, "CupyMoe", Ours)
+    batch = SimpleNamespace(hidden=None, weights=None, routings=[None] * 4, num_tokens=64)
+    rows = sweep._sweep_batch(SimpleNamespace(workload=workload), batch, tilings, replays=3)
+    assert {row.tiling for row in rows} == set(tilings)
+    least = min(tiling.tile_n for tiling in tilings)
+    assert rows[0].tiling.tile_n == least
+    assert rows[0].ratio == pytest.approx((40 + least) / 50)
+    for row in rows:
+        is_close = us[row.tiling] <= sweep.CLOSE * (40 + least)
+        assert row.us_of_choice == (50.0 if is_close else None)
 
 
 # --- the command ----------------------------------------------------------------------------------
