@@ -1,7 +1,8 @@
 // Weighted sum over a token's slots: out[t, :] = bf16(sum over k of w[t, k] * z[row(t, k), :]).
 //
 // One block a token and 8 * kNumThreads columns; a thread owns 8 columns. FP32 sum in slot order
-// from +0.0; slots without a row are skipped, so their weights and rows are never looked at.
+// from +0.0; slots without a row are skipped: their weights do not enter, their rows are not read.
+// Up to kSlotsInFlight slots are loaded before the first is used: indices and weights, then rows.
 #include "common/types.cuh"
 #include "formats/bf16.cuh"
 #include "ptx/pdl.cuh"
@@ -26,29 +27,64 @@ __device__ float load_weight(const Params& p, i64 slot) {
   return formats::decode_bf16(static_cast<const u16*>(p.expert_weights)[slot]);
 }
 
+constexpr i32 kSlotsInFlight = 8;
+
+// Row of a slot, -1 for none, and its weight. The lanes of a warp load one slot each and share.
+struct Slot {
+  i32 row = -1;
+  float weight = 0.0f;
+
+  __device__ Slot shared_by(i32 lane) const {
+    return {__shfl_sync(~0u, row, lane), __shfl_sync(~0u, weight, lane)};
+  }
+};
+
+__device__ Slot load_slot(const Params& p, i64 slot) {
+  return {p.expanded_to_permuted[slot], load_weight(p, slot)};
+}
+
+// Every row is read once: it leaves the caches first.
+__device__ uint4 load_columns(const Params& p, i64 row, i32 column) {
+  return __ldcs(reinterpret_cast<const uint4*>(p.gemm2_output + row * p.hidden_size + column));
+}
+
+__device__ void accumulate(float (&sum)[8], float weight, const uint4& z) {
+  const u32 words[4] = {z.x, z.y, z.z, z.w};
+#pragma unroll
+  for (i32 i = 0; i < 4; ++i) {
+    sum[2 * i] += weight * formats::decode_bf16_low(words[i]);
+    sum[2 * i + 1] += weight * formats::decode_bf16_high(words[i]);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kNumThreads)
     finalize(const __grid_constant__ Params p) {
   const i64 token = blockIdx.x;
   const i32 column = 8 * static_cast<i32>(blockIdx.y * Config::kNumThreads + threadIdx.x);
+  const i32 lane = static_cast<i32>(threadIdx.x) % 32;
+  const bool in_row = column < p.hidden_size;
 
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
-  if (column >= p.hidden_size) return;
   float sum[8] = {};
-#pragma unroll 4
-  for (i32 k = 0; k < p.top_k; ++k) {
-    const i64 slot = token * p.top_k + k;
-    const i64 row = p.expanded_to_permuted[slot];
-    if (row < 0) continue;
-    const float weight = load_weight(p, slot);
-    const uint4 z = *reinterpret_cast<const uint4*>(p.gemm2_output + row * p.hidden_size + column);
-    const u32 words[4] = {z.x, z.y, z.z, z.w};
+  for (i32 first = 0; first < p.top_k; first += kSlotsInFlight) {
+    Slot own;
+    if (lane < min(kSlotsInFlight, p.top_k - first)) {
+      own = load_slot(p, token * p.top_k + first + lane);
+    }
+    Slot slots[kSlotsInFlight];
+    uint4 z[kSlotsInFlight];
 #pragma unroll
-    for (i32 i = 0; i < 4; ++i) {
-      sum[2 * i] += weight * formats::decode_bf16_low(words[i]);
-      sum[2 * i + 1] += weight * formats::decode_bf16_high(words[i]);
+    for (i32 i = 0; i < kSlotsInFlight; ++i) {
+      slots[i] = own.shared_by(i);
+      if (slots[i].row >= 0 && in_row) z[i] = load_columns(p, slots[i].row, column);
+    }
+#pragma unroll
+    for (i32 i = 0; i < kSlotsInFlight; ++i) {
+      if (slots[i].row >= 0 && in_row) accumulate(sum, slots[i].weight, z[i]);
     }
   }
+  if (!in_row) return;
   const uint4 packed = {
       formats::encode_bf16x2(sum[0], sum[1]), formats::encode_bf16x2(sum[2], sum[3]),
       formats::encode_bf16x2(sum[4], sum[5]), formats::encode_bf16x2(sum[6], sum[7])};

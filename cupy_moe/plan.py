@@ -21,7 +21,7 @@ from cupy_moe.kernels.grouped_gemm import (
     all_gemm_configs,
     mainloop_for,
 )
-from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs
+from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs, permute_config
 from cupy_moe.kernels.route import RouteConfig, all_route_configs, route_config
 from cupy_moe.types import ActivationType, RoutingMethodType
 
@@ -264,7 +264,7 @@ def _scratch_buffers(problem: MoeProblem, capacity: int, token_tiles: int) -> li
         ("permuted_to_expanded", 4 * capacity),
         ("tile_expert", 4 * token_tiles),
         ("tile_rows", 4 * token_tiles),
-        ("num_n_tiles", 4),
+        ("expert_first_tile", 4 * (problem.local_num_experts + 1)),
         ("intermediate", capacity * problem.intermediate_size),
     ]
     if problem.routing_source is RoutingSource.Logits:
@@ -291,7 +291,12 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         tile_n=tile_n,
         capacity=capacity,
         route=route_config(problem) if from_logits else None,
-        permute=PermuteConfig(packed_ids=problem.routing_source is RoutingSource.Packed),
+        permute=permute_config(
+            packed_ids=problem.routing_source is RoutingSource.Packed,
+            num_slots=problem.num_slots,
+            local_num_experts=problem.local_num_experts,
+            arch=device.arch,
+        ),
         fc1=fc1,
         fc2=fc2,
         fc1_grid=_persistent_grid(fc1, problem.fc1_rows, token_tiles, device.num_sms),
@@ -305,7 +310,7 @@ def all_specializations(arch: str) -> list[KernelSpec]:
     """Every translation unit any plan for an architecture can ask for."""
     configs: list[RouteConfig | PermuteConfig | GemmConfig | FinalizeConfig] = [
         *all_route_configs(),
-        *all_permute_configs(),
+        *all_permute_configs(arch),
         *all_gemm_configs(mainloop_for(arch)),
         *all_finalize_configs(),
     ]

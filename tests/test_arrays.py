@@ -12,6 +12,9 @@ import pytest
 from cupy_moe.runtime.arrays import DTYPES, HOST, describe, from_numpy_like, to_numpy, to_xp
 from cupy_moe.runtime.scratch import allocate
 
+# NumPy speaks DLPack 1.0, which knows read-only arrays, since 2.1.
+EXPORTS_READ_ONLY = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+
 TORCH_ONLY = {"float4_e2m1fn_x2"}
 NOT_IN_TORCH = {"float4_e2m1fn"}
 
@@ -212,10 +215,14 @@ def test_a_borrowed_array_outlives_its_producer() -> None:
     assert (view == 7).all(), len(junk)
 
 
-def test_foreign_read_only_and_old_producers() -> None:
+@pytest.mark.skipif(not EXPORTS_READ_ONLY, reason="NumPy before 2.1 exports no read-only arrays")
+def test_foreign_read_only_arrays() -> None:
     frozen = np.zeros(3, np.float32)
     frozen.flags.writeable = False
     assert not describe(Producer(frozen)).is_writable
+
+
+def test_foreign_writable_and_old_producers() -> None:
     assert describe(Producer(np.zeros(3))).is_writable
     old = describe(OldProducer(np.zeros((2, 3), np.int16)))
     assert (old.shape, old.strides, old.dtype) == ((2, 3), (3, 1), "int16")
@@ -226,6 +233,10 @@ def test_foreign_types_that_numpy_cannot_import(name: str, torch: Any) -> None:
     expected = bit_patterns(DTYPES[name])
     carrier = expected.view(np.uint8 if expected.itemsize == 1 else np.int16)
     tensor = torch.from_numpy(carrier.copy()).view(getattr(torch, name)).T
+    try:
+        tensor.__dlpack__()
+    except BufferError as error:  # 8-bit floats up to torch 2.9
+        pytest.skip(f"torch {torch.__version__}: {error}")
     view = to_numpy(describe(Producer(tensor)))
     assert view.dtype == DTYPES[name]
     assert np.array_equal(raw(view), raw(expected.T))
@@ -270,7 +281,9 @@ def test_a_producer_without_importer_gets_numpy() -> None:
 
 
 def host_arrays() -> list[Any]:
-    kinds: list[Any] = [np.zeros(2, np.float32), Producer(np.zeros(2, np.float32))]
+    kinds: list[Any] = [np.zeros(2, np.float32)]
+    if EXPORTS_READ_ONLY:  # before, np.from_dlpack gave read-only arrays
+        kinds.append(Producer(np.zeros(2, np.float32)))
     if importlib.util.find_spec("torch"):
         import torch
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cupy_moe.kernels.permute import all_permute_configs
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -51,10 +53,44 @@ def test_demo_refuses_sizes_that_the_layer_cannot_have(tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("demo", "--tokens", "0"), "--tokens: must be an integer of at least 1, got '0'"),
+        (("demo", "--seed", "x"), "--seed: invalid int value: 'x'"),
+        (("precompile", "--jobs", "-1"), "--jobs: must be an integer of at least 1, got '-1'"),
+        (("precompile", "--arch", "hopper"), "--arch: must be such as sm_80, sm_90a"),
+        (("precompile", "--arch", "sm_75"), "needs compute capability 8.0"),
+    ],
+)
+def test_wrong_options_are_refused(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    assert message in run(*arguments, cache=tmp_path, code=2)
+
+
+def test_demo_refuses_more_slots_than_experts(tmp_path: Path) -> None:
+    text = run("demo", "--experts", "4", "--top-k", "5", cache=tmp_path, code=1)
+    assert "--top-k must be at most --experts 4, got 5" in text
+
+
+def test_precompile_says_once_what_nvrtc_does_not_know(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
+    text = run("precompile", "--arch", "sm_99", cache=tmp_path, code=1)
+    assert text.count("cannot compile for sm_99") == 1
+
+
+def test_precompile_uses_the_architectures_of_the_runtime(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
+    run("precompile", "--arch", "sm_90", "--kernel", "permute", cache=tmp_path)
+    assert len(list(tmp_path.glob("permute-sm_90a-*.cubin"))) == 2
+
+
 def test_precompile_fills_the_cache(tmp_path: Path) -> None:
     pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
     run("precompile", "--arch", "sm_90a", "--kernel", "permute", cache=tmp_path)
-    assert len(list(tmp_path.glob("permute-sm_90a-*.cubin"))) == 2
+    compiled = list(tmp_path.glob("permute-sm_90a-*.cubin"))
+    assert len(compiled) == len(all_permute_configs("sm_90a"))
 
 
 @pytest.mark.parametrize("what", ["fp8", "sweep"])

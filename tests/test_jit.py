@@ -193,8 +193,14 @@ def test_ptx_for_the_drivers_compiler() -> None:
 
 def test_architectures_that_nvrtc_does_not_know(nvrtc: Any) -> None:
     version = re.escape(".".join(map(str, nvrtc.getVersion())))
-    with pytest.raises(RuntimeError, match=rf"NVRTC {version} cannot compile for sm_70; it knows"):
-        compile_cubin(ProbeConfig().spec(), "sm_70")
+    with pytest.raises(RuntimeError, match=rf"NVRTC {version} cannot compile for sm_35; it knows"):
+        compile_cubin(ProbeConfig().spec(), "sm_35")
+
+
+@pytest.mark.parametrize("arch", ["hopper", "sm90", "sm_", "compute_80x", ""])
+def test_names_that_are_no_architectures(arch: str) -> None:
+    with pytest.raises(ValueError, match="an architecture is named like sm_80"):
+        compile_cubin(ProbeConfig().spec(), arch)
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -221,6 +221,7 @@ barrier, results = context.Barrier(16), context.Queue()
 processes = [context.Process(target=work, args=(barrier, results)) for _ in range(16)]
 for process in processes: process.start()
 print(*{results.get() for _ in processes})
+print(jit.cached_cubin_path(ProbeConfig().spec(), "sm_90a"))
 for process in processes: process.join()
 assert not any(process.exitcode for process in processes)
 """
@@ -228,10 +229,11 @@ assert not any(process.exitcode for process in processes)
 
 @pytest.mark.usefixtures("nvrtc")
 def test_sixteen_cold_processes_share_one_folder(cache: Path) -> None:
-    digests = run_python(COLD_START, cache).split()
-    path = cached_cubin_path(ProbeConfig().spec(), ARCH)
-    assert list(cache.iterdir()) == [path]
-    assert digests == [hashlib.sha256(cached_image(ProbeConfig().spec(), ARCH)).hexdigest()]
+    # NOTE: asked of the processes, since another library may have brought this one another NVRTC.
+    *digests, path = run_python(COLD_START, cache).split()
+    assert [str(file) for file in cache.iterdir()] == [path]
+    image = Path(path).read_bytes()[: -kernel_cache._TRAILER_BYTES]
+    assert digests == [hashlib.sha256(image).hexdigest()]
 
 
 FORK = """

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cupy_moe import formats, weights
+from cupy_moe.runtime.arrays import describe
 from tests.array_kinds import ARRAY_KINDS, ArrayKind
 
 DATA = Path(__file__).parent / "data"
@@ -65,6 +66,18 @@ def test_packing_matches_golden_words(kind: ArrayKind, id_dtype: Any) -> None:
         unpacked, bf16 = weights.unpack_topk_ids(kind.make(words))
         np.testing.assert_array_equal(kind.host(unpacked), ids)
         np.testing.assert_array_equal(kind.host(bf16).view(np.uint16), bits)
+
+
+@pytest.mark.parametrize("kind", ARRAY_KINDS)
+def test_transposed_arguments_become_contiguous(kind: ArrayKind) -> None:
+    """The operations refuse arrays with gaps or in another order."""
+    ids, values = np.arange(6, dtype=np.int32).reshape(3, 2), np.full((3, 2), 0.5, np.float32)
+    packed = weights.pack_topk_ids(kind.make(ids).T, kind.make(values).T)
+    assert describe(packed).is_contiguous
+    np.testing.assert_array_equal(kind.host(packed) >> 16, ids.T)
+    for part in weights.unpack_topk_ids(kind.make(kind.host(packed).T.copy()).T):
+        assert describe(part).is_contiguous
+        assert tuple(part.shape) == ids.T.shape
 
 
 def test_every_bf16_weight_survives_packing() -> None:

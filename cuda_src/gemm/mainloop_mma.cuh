@@ -108,7 +108,7 @@ struct MainloopMma {
       const i32 offset =
           tile_offset<Config::kTileM>(row, vector / kVectorsPerChunk, vector % kVectorsPerChunk);
       ptx::cp_async_cg_16(smem.weights(stage) + offset,
-                          weights + row * row_bytes + k_offset + vector * kVectorBytes, true);
+                          weights + row * row_bytes + k_offset + vector * kVectorBytes);
     }
 #pragma unroll
     for (i32 i = 0; i < ceil_div(Config::kTileN * kVectorsPerRow, kNumThreads); ++i) {
@@ -120,8 +120,9 @@ struct MainloopMma {
       const bool valid = source >= 0;
       const i32 offset =
           tile_offset<Config::kTileN>(row, vector / kVectorsPerChunk, vector % kVectorsPerChunk);
-      ptx::cp_async_cg_16(smem.tokens(stage) + offset,
-                          tokens + (valid ? source + k_offset + vector * kVectorBytes : 0), valid);
+      ptx::cp_async_cg_16_or_zero(smem.tokens(stage) + offset,
+                                  tokens + (valid ? source + k_offset + vector * kVectorBytes : 0),
+                                  valid);
     }
   }
 

@@ -128,23 +128,22 @@ struct MainloopWgmma {
     Ring ring, announced;
     i32 in_flight = 0;
     while (scheduler.advance(tile)) {
-      i32 sources[ceil_div(kPasses, 8)];
+      u32 source[kPasses];  // past the rows in use, the last of them again
 #pragma unroll
-      for (i32 i = 0; i < ceil_div(kPasses, 8); ++i) {
-        const i32 r = 4 * warp + kRowsAtOnce * (8 * i + lane / 4) + lane % 4;
-        sources[i] = r < tile.num_rows ? source_row<Config>(p, tile.first_row + r) : -1;
+      for (i32 i = 0; i < kPasses; ++i) {
+        const i32 r = min(row + i * kRowsAtOnce, tile.num_rows - 1);
+        source[i] = static_cast<u32>(source_row<Config>(p, tile.first_row + r));
       }
       const u8* column = p.tokens + vector * 16;
+      const u32 row_bytes = static_cast<u32>(p.k);
       for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
         ptx::mbarrier_wait_parity(&smem.empty[ring.stage], ring.parity ^ 1);
         u8* tokens = smem.tokens[ring.stage] + offset;
 #pragma unroll
         for (i32 i = 0; i < kPasses; ++i) {
-          const i32 source = __shfl_sync(~0u, sources[i / 8], i % 8 * 4 + lane / 8);
-          if (source >= 0) {
-            ptx::cp_async_cg_16(tokens + i * kRowsAtOnce * kTileBytesK,
-                                column + static_cast<i64>(source) * p.k, true);
-          }
+          if (i * kRowsAtOnce >= tile.num_rows) break;
+          ptx::cp_async_cg_16(tokens + i * kRowsAtOnce * kTileBytesK,
+                              column + static_cast<u64>(source[i]) * row_bytes);
         }
         column += kTileBytesK;
         ptx::cp_async_commit_group();
@@ -164,29 +163,95 @@ struct MainloopWgmma {
   template <i32 kN>
   __device__ static void multiply(Smem& smem, Ring& ring, const Group& group, i32 num_steps,
                                   Accumulators& acc) {
-    constexpr u64 kDescriptorsPerSubtile = 64 * kTileBytesK / 16;
+    const ptx::Swizzle128Operand weights(smem.weights[0] + group.index * kGroupRows * kTileBytesK);
+    const ptx::Swizzle128Operand tokens(smem.tokens[0]);
+    auto issue = [&](float* d, i32 m, bool fresh) {
+      const u32 a = ring.stage * sizeof(smem.weights[0]) + m * 64 * kTileBytesK;
+      const u32 b = ring.stage * sizeof(smem.tokens[0]);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (i32 k = 0; k < kTileBytesK; k += 32) {
+        ptx::WgmmaE4m3<kN>::mma(d, weights.descriptor(a + k), tokens.descriptor(b + k),
+                                !fresh || k != 0);
+      }
+      ptx::wgmma_commit_group();
+    };
+    auto promote = [&](const float* d, i32 m) {
+#pragma unroll
+      for (i32 i = 0; i < kN / 2; ++i) acc[m][i / 4][i % 4] += d[i];
+    };
+    auto release = [&](i32 stage) {
+      if (group.thread % 32 == 0) ptx::mbarrier_arrive(&smem.empty[stage]);
+    };
+#ifndef VARIANT
+#define VARIANT 0
+#endif
+#if VARIANT == 0 || VARIANT == 1
 #pragma unroll 1
     for (i32 step = 0; step < num_steps; ++step, ring.advance()) {
       ptx::mbarrier_wait_parity(&smem.full[ring.stage], ring.parity);
-      const u64 a = ptx::swizzle128_descriptor(smem.weights[ring.stage] +
-                                               group.index * kGroupRows * kTileBytesK);
-      const u64 b = ptx::swizzle128_descriptor(smem.tokens[ring.stage]);
 #pragma unroll
       for (i32 m = 0; m < kFragsM; ++m) {
         float partial[kN / 2];
-        ptx::wgmma_fence();
-#pragma unroll
-        for (i32 k = 0; k < 4; ++k) {
-          ptx::WgmmaE4m3<kN>::mma(partial, a + m * kDescriptorsPerSubtile + 2 * k, b + 2 * k,
-                                  k != 0);
-        }
-        ptx::wgmma_commit_group();
+#if VARIANT == 1
+        ptx::named_barrier_sync(4 + group.index, 256);
+#endif
+        issue(partial, m, true);
+#if VARIANT == 1
+        asm volatile("bar.arrive %0, %1;" ::"r"(5 - group.index), "r"(256) : "memory");
+#endif
         ptx::wgmma_wait_group<0>();
-#pragma unroll
-        for (i32 i = 0; i < kN / 2; ++i) acc[m][i / 4][i % 4] += partial[i];
+        promote(partial, m);
       }
-      if (group.thread % 32 == 0) ptx::mbarrier_arrive(&smem.empty[ring.stage]);
+      release(ring.stage);
     }
+#elif VARIANT == 2
+    static_assert(kFragsM == 1);
+    float even[kN / 2], odd[kN / 2];
+    i32 step = 0;
+    i32 previous = ring.stage;
+    auto next = [&]() {
+      previous = ring.stage;
+      ring.advance();
+      ptx::mbarrier_wait_parity(&smem.full[ring.stage], ring.parity);
+    };
+    ptx::mbarrier_wait_parity(&smem.full[ring.stage], ring.parity);
+    issue(even, 0, true);
+#pragma unroll 1
+    while (true) {
+      if (++step == num_steps) {
+        ptx::wgmma_wait_group<0>();
+        promote(even, 0);
+        break;
+      }
+      next();
+      issue(odd, 0, true);
+      ptx::wgmma_wait_group<1>();
+      release(previous);
+      promote(even, 0);
+      if (++step == num_steps) {
+        ptx::wgmma_wait_group<0>();
+        promote(odd, 0);
+        break;
+      }
+      next();
+      issue(even, 0, true);
+      ptx::wgmma_wait_group<1>();
+      release(previous);
+      promote(odd, 0);
+    }
+    release(ring.stage);
+    ring.advance();
+#elif VARIANT == 3
+#pragma unroll 1
+    for (i32 step = 0; step < num_steps; ++step, ring.advance()) {
+      ptx::mbarrier_wait_parity(&smem.full[ring.stage], ring.parity);
+#pragma unroll
+      for (i32 m = 0; m < kFragsM; ++m) issue(&acc[m][0][0], m, step == 0);
+      ptx::wgmma_wait_group<0>();
+      release(ring.stage);
+    }
+#endif
   }
 
   // The narrowest product that covers the rows in use: padding costs no tensor-core time.

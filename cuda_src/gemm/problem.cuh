@@ -13,18 +13,19 @@ struct Params {
   const u8* weights;                // [local_num_experts, m, k] e4m3, prepared
   const u8* tokens;                 // FC1: [num_tokens, k] e4m3; FC2: [permuted rows, k] e4m3
   const i32* permuted_to_expanded;  // [permuted rows] token * top_k + slot; FC1 only
-  const i32* tile_expert;           // [num_n_tiles] local expert of every token tile
-  const i32* tile_rows;        // [num_n_tiles] rows in use, from the first; the rest is padding
-  const i32* num_n_tiles;      // [1]
-  const float* output_scales;  // [local_num_experts] s1 (FC1) or s2 (FC2)
-  const float* gate_scales;    // [local_num_experts] sg; FC1 only
-  const float* clamp_limits;   // [local_num_experts] or null: 7 / sg; SwigluStep only
-  const void* token_scales;    // [num_tokens * top_k] bf16 or f32, or null; FC1 only
-  u8* output;                  // FC1: [permuted rows, features] e4m3; FC2: bf16
+  const i32* tile_expert;           // [token tiles] local expert
+  const i32* tile_rows;          // [token tiles] rows in use, from the first; the rest is padding
+  const i32* expert_first_tile;  // [local_num_experts + 1] token tile, at the end their number
+  const float* output_scales;    // [local_num_experts] s1 (FC1) or s2 (FC2)
+  const float* gate_scales;      // [local_num_experts] sg; FC1 only
+  const float* clamp_limits;     // [local_num_experts] or null: 7 / sg; SwigluStep only
+  const void* token_scales;      // [num_tokens * top_k] bf16 or f32, or null; FC1 only
+  u8* output;                    // FC1: [permuted rows, features] e4m3; FC2: bf16
   i32 m;
   i32 k;
   i32 top_k;
   i32 token_scales_are_f32;
+  i32 local_num_experts;
 };
 
 template <typename Config>

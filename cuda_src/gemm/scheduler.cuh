@@ -14,10 +14,13 @@ struct Tile {
   i32 num_rows;   // in use, 1 ... tile_n
 };
 
-// Tiles are ordered token tile by token tile, so that the blocks of a wave share token rows and,
-// for an expert with several token tiles, find its weights in L2.
+// Tiles of an expert are consecutive. The blocks of a wave should read the same bytes at the same
+// time: neighbours take the same weight tile and different token tiles, of which kBand at most, so
+// that their rows stay in L2 while the weight tiles pass by.
 template <typename Config>
 struct TileScheduler {
+  static constexpr u32 kBand = 16;
+
   const Params& p;
   u32 num_m_tiles;
   u32 num_tiles;
@@ -26,14 +29,20 @@ struct TileScheduler {
   __device__ explicit TileScheduler(const Params& params)
       : p(params),
         num_m_tiles(static_cast<u32>(params.m) / Config::kTileM),
-        num_tiles(num_m_tiles * static_cast<u32>(*params.num_n_tiles)),
+        num_tiles(num_m_tiles * static_cast<u32>(p.expert_first_tile[p.local_num_experts])),
         next(blockIdx.x) {}
 
   __device__ bool advance(Tile& tile) {
     if (next >= num_tiles) return false;
-    tile.m_tile = static_cast<i32>(next % num_m_tiles);
-    tile.n_tile = static_cast<i32>(next / num_m_tiles);
-    tile.expert = p.tile_expert[tile.n_tile];
+    tile.expert = p.tile_expert[next / num_m_tiles];
+    const u32 first = static_cast<u32>(p.expert_first_tile[tile.expert]);
+    const u32 count = static_cast<u32>(p.expert_first_tile[tile.expert + 1]) - first;
+    const u32 index = next - first * num_m_tiles;
+    const u32 band = index / (kBand * num_m_tiles) * kBand;
+    const u32 width = min(kBand, count - band);
+    const u32 in_band = index - band * num_m_tiles;
+    tile.m_tile = static_cast<i32>(in_band / width);
+    tile.n_tile = static_cast<i32>(first + band + in_band % width);
     tile.first_row = tile.n_tile * Config::kTileN;
     tile.num_rows = p.tile_rows[tile.n_tile];
     next += gridDim.x;

@@ -9,8 +9,14 @@ __device__ __forceinline__ u32 cvta_to_shared(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 16 bytes past L1. With `valid` false nothing is read and zeros are stored.
-__device__ __forceinline__ void cp_async_cg_16(void* smem, const void* gmem, bool valid) {
+// Copies 16 bytes past L1.
+__device__ __forceinline__ void cp_async_cg_16(void* smem, const void* gmem) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(cvta_to_shared(smem)), "l"(gmem)
+               : "memory");
+}
+
+// The same, but if not `valid` nothing is read and zeros are stored.
+__device__ __forceinline__ void cp_async_cg_16_or_zero(void* smem, const void* gmem, bool valid) {
   const u32 src_size = valid ? 16u : 0u;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(cvta_to_shared(smem)),
                "l"(gmem), "r"(src_size)

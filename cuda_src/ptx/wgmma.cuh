@@ -9,14 +9,25 @@
 
 namespace cupy_moe::ptx {
 
-// Descriptor of rows of 128 bytes in the 128-byte swizzle: eight rows are an atom of 1024 bytes,
-// to which `smem` is aligned. 32 bytes of K further on is the descriptor plus 2.
-__device__ __forceinline__ u64 swizzle128_descriptor(const void* smem) {
-  constexpr u64 kAtomStride = u64{1024 >> 4} << 32;
-  constexpr u64 kSwizzle128 = u64{1} << 62;
-  constexpr u64 kUnusedLeadingOffset = u64{1} << 16;
-  return (cvta_to_shared(smem) >> 4) | kUnusedLeadingOffset | kAtomStride | kSwizzle128;
-}
+// Operand of rows of 128 bytes in the 128-byte swizzle; eight rows are an atom of 1024 bytes, to
+// which `smem` is aligned. Only the low word of a descriptor depends on the address, in units of 16
+// bytes, so that descriptors of other stages, rows or K are one addition away.
+struct Swizzle128Operand {
+  u32 low;
+
+  __device__ __forceinline__ explicit Swizzle128Operand(const void* smem)
+      : low(__shfl_sync(~0u, (cvta_to_shared(smem) >> 4) | kUnusedLeadingOffset, 0)) {}
+
+  __device__ __forceinline__ u64 descriptor(u32 byte_offset) const {
+    constexpr u64 kHigh = u64{kSwizzle128 | kAtomStride} << 32;
+    return kHigh | (low + byte_offset / 16);
+  }
+
+ private:
+  static constexpr u32 kUnusedLeadingOffset = 1u << 16;
+  static constexpr u32 kAtomStride = 1024 / 16;
+  static constexpr u32 kSwizzle128 = 1u << 30;
+};
 
 // Orders earlier accesses of the accumulator registers before the products that follow.
 __device__ __forceinline__ void wgmma_fence() {

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cupy_moe import weights
+from cupy_moe.cli.options import positive
 from cupy_moe.fused_moe import trtllm_fp8_per_tensor_scale_moe
 from cupy_moe.reference.routing import select_experts
 from cupy_moe.runtime import require_gpu
@@ -202,6 +203,8 @@ def plot(path: Path, model: Model, out: NDArray[Any], exact: NDArray[np.float64]
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; the exit code is 1 if the result is further off than FP8 explains."""
+    if args.top_k > args.experts:
+        raise ValueError(f"--top-k must be at most --experts {args.experts}, got {args.top_k}")
     if args.plot:
         require_matplotlib()
     use_gpu = choose_gpu(args.backend, console)
@@ -233,12 +236,21 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def add_parser(subparsers: Any) -> None:
     """Declare the command and its options."""
     parser = subparsers.add_parser("demo", help="run one FP8 layer and compare it with float64")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 128")
-    parser.add_argument("--intermediate", type=int, default=384, help="a multiple of 128")
-    parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", choices=("auto", "gpu", "cpu"), default="auto")
+    for option, default, text in (
+        ("--tokens", 64, "tokens of the batch"),
+        ("--hidden", 1024, "hidden size, a multiple of 128"),
+        ("--intermediate", 384, "intermediate size of an expert, a multiple of 128"),
+        ("--experts", 64, "experts of the layer"),
+        ("--top-k", 8, "experts of a token"),
+    ):
+        about = f"{text}; default: {default}"
+        parser.add_argument(option, type=positive, default=default, metavar="N", help=about)
+    parser.add_argument("--seed", type=int, default=0, help="of the random numbers")
+    parser.add_argument(
+        "--backend",
+        choices=("auto", "gpu", "cpu"),
+        default="auto",
+        help="auto (default): the GPU if one is usable",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (matplotlib)")
     parser.set_defaults(run=run)

@@ -13,9 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cupy_moe.cli.options import architecture, positive
 from cupy_moe.plan import all_specializations
 from cupy_moe.runtime import require_gpu
-from cupy_moe.runtime.compiler import nvrtc_version
+from cupy_moe.runtime.compiler import nvrtc_version, require_arch
 from cupy_moe.runtime.devices import check, compute_capability
 from cupy_moe.runtime.jit import KernelSpec, arch_for, cached_cubin_path, cached_image
 from cupy_moe.runtime.kernel_cache import cache_dir
@@ -63,6 +64,9 @@ def _is_stored(index: int, arch: str) -> bool:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; the exit code is 1 if a kernel does not compile or cannot be stored."""
+    architectures = args.arch or present_architectures()
+    for arch in architectures:
+        require_arch(arch)
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -73,7 +77,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     console.print(f"NVRTC {nvrtc_version()}, cache {cache_dir()}")
     errors = []
     with progress:
-        for arch in args.arch or present_architectures():
+        for arch in architectures:
             specs = [
                 index
                 for index, spec in enumerate(_specializations(arch))
@@ -96,6 +100,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--arch",
         nargs="+",
+        type=architecture,
         help="such as sm_80, sm_90a or sm_120a; default: those of the GPUs in this machine",
     )
     parser.add_argument(
@@ -103,5 +108,7 @@ def add_parser(subparsers: Any) -> None:
         choices=sorted({spec.source for spec in _specializations("sm_80")}),
         help="only the specializations of this kernel",
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument(
+        "--jobs", type=positive, default=os.cpu_count(), help="processes; default: %(default)s"
+    )
     parser.set_defaults(run=run)

@@ -32,7 +32,7 @@ PARAMS = ParamLayout(
     ("permuted_to_expanded", "ptr"),
     ("tile_expert", "ptr"),
     ("tile_rows", "ptr"),
-    ("num_n_tiles", "ptr"),
+    ("expert_first_tile", "ptr"),
     ("output_scales", "ptr"),
     ("gate_scales", "ptr"),
     ("clamp_limits", "ptr"),
@@ -42,6 +42,7 @@ PARAMS = ParamLayout(
     ("k", "i32"),
     ("top_k", "i32"),
     ("token_scales_are_f32", "i32"),
+    ("local_num_experts", "i32"),
 )
 
 TILE_K = 128
@@ -208,7 +209,7 @@ def launch_grouped_gemm(
     permuted_to_expanded: int,
     tile_expert: int,
     tile_rows: int,
-    num_n_tiles: int,
+    expert_first_tile: int,
     output_scales: int,
     gate_scales: int,
     clamp_limits: int,
@@ -218,6 +219,7 @@ def launch_grouped_gemm(
     k: int,
     top_k: int,
     token_scales_are_f32: bool,
+    local_num_experts: int,
     stream: int,
     pdl: bool,
 ) -> None:
@@ -229,7 +231,7 @@ def launch_grouped_gemm(
         permuted_to_expanded,
         tile_expert,
         tile_rows,
-        num_n_tiles,
+        expert_first_tile,
         output_scales,
         gate_scales,
         clamp_limits,
@@ -239,6 +241,7 @@ def launch_grouped_gemm(
         k,
         top_k,
         token_scales_are_f32,
+        local_num_experts,
     )
     launch(
         function,

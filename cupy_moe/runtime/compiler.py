@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ __all__ = [
     "compile_image",
     "compile_ptx",
     "nvrtc_version",
+    "require_arch",
 ]
 
 OPTIONS = ("-std=c++20", "-default-device")
@@ -125,8 +127,8 @@ def compile_cubin(spec: KernelSpec, arch: str, *, verbose_ptxas: bool = False) -
     ------
     KernelCompileError
         With the first error and where the source was kept.
-    RuntimeError
-        If NVRTC is missing or does not know the architecture.
+    ValueError, RuntimeError
+        See `require_arch`.
     """
     extra = ("--ptxas-options=-v",) if verbose_ptxas else ()
     cubin, log = compile_image(spec, arch, extra)
@@ -145,8 +147,8 @@ def compile_image(
     spec: KernelSpec, arch: str, extra_options: tuple[str, ...] = ()
 ) -> tuple[bytes, str]:
     """Compile for a real or a virtual architecture: what a driver loads, and NVRTC's log."""
+    require_arch(arch)
     nvrtc = _nvrtc()
-    _require_arch(nvrtc, arch)
     include = tuple(f"-I{folder}" for folder in spec.include_dirs)
     options = (*OPTIONS, f"--gpu-architecture={arch}", *include, *extra_options)
     start = time.perf_counter()
@@ -171,13 +173,26 @@ def compile_image(
     return image + b"\0", log
 
 
-def _require_arch(nvrtc: Library, arch: str) -> None:
-    number = int(arch.split("_")[1].rstrip("af"))
-    known = nvrtc.getSupportedArchs()
-    if number not in known:
+def require_arch(arch: str) -> None:
+    """Refuse an architecture that NVRTC does not know.
+
+    Raises
+    ------
+    ValueError
+        If it is not the name of one.
+    RuntimeError
+        If this NVRTC is too old, or too new, for it; or if NVRTC is missing.
+    """
+    name = re.fullmatch(r"(?:sm|compute)_(\d+)[af]?", arch)
+    if name is None:
+        raise ValueError(
+            f"cupy_moe: an architecture is named like sm_80, sm_90a or compute_80, got {arch!r}"
+        )
+    known = _nvrtc().getSupportedArchs()
+    if int(name[1]) not in known:
         raise RuntimeError(
             f"cupy_moe: NVRTC {nvrtc_version()} cannot compile for {arch}; it knows sm_"
-            f"{', sm_'.join(map(str, known))}. Install NVRTC of a newer CUDA release."
+            f"{', sm_'.join(map(str, known))}. Install NVRTC of another CUDA release."
         )
 
 

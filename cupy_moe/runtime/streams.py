@@ -166,12 +166,16 @@ class GreenPartitions:
     sm_counts : sequence of int, optional
         Multiprocessors of each set, multiples of the device's granularity (8 at compute
         capability 9.0 and newer, 2 before). Default: two equal halves, as large as they can be.
+        The driver takes groups from whole clusters of multiprocessors, so a GPU of 132 may have
+        fewer than 16 groups of 8. Where the groups do not suffice, the largest set gets all that
+        the other sets leave: at least what was asked for, without the guarantee that its
+        multiprocessors can be scheduled together as large thread block clusters.
 
     Attributes
     ----------
     device : int
     sm_counts : tuple of int
-        What each set has.
+        What each set has; only the largest can have more than was asked for.
     streams : tuple of cuda.core.Stream
         Non-blocking streams; torch and CuPy wrap them with their ``ExternalStream``.
 
@@ -239,18 +243,39 @@ def _check_counts(counts: tuple[int, ...], total: int, step: int) -> None:
 
 
 def _split(core: Library, whole: Library, counts: tuple[int, ...]) -> list[list[Library]]:
-    """Resources of each set, from one split.
+    """Resources of each set, all from one split of the whole GPU."""
+    sets, _ = _split_into_groups(core, whole, counts)
+    if sets:
+        return sets
+    largest = counts.index(max(counts))
+    others = counts[:largest] + counts[largest + 1 :]
+    sets, rest = _split_into_groups(core, whole, others) if others else ([], whole)
+    if rest is None or rest.sm_count < counts[largest]:
+        raise ValueError(
+            f"GreenPartitions: this GPU of {whole.sm_count} multiprocessors has not enough groups "
+            f"of {math.gcd(*others or counts)} for sm_counts {counts}; choose counts with a larger "
+            "common divisor or a smaller sum"
+        )
+    return [*sets[:largest], [rest], *sets[largest:]]
+
+
+def _split_into_groups(
+    core: Library, whole: Library, counts: tuple[int, ...]
+) -> tuple[list[list[Library]], Library | None]:
+    """Make sets of equal groups; with what is left, or ([], None) if there are too few groups.
 
     Drivers before CUDA 13.1 split into equal groups only. Unequal sets are then put together from
     groups of the greatest common divisor.
     """
     size = math.gcd(*counts)
-    groups, _ = whole.split(core.SMResourceOptions(count=(size,) * (sum(counts) // size)))
-    if len(groups) * size < sum(counts):
-        raise ValueError(
-            f"GreenPartitions: sm_counts {counts} need {sum(counts) // size} groups of {size} "
-            f"multiprocessors, and this GPU splits into {len(groups)}; choose counts with a larger "
-            "common divisor or a smaller sum"
-        )
+    wanted = (size,) * (sum(counts) // size)
+    try:
+        groups, rest = whole.split(core.SMResourceOptions(count=wanted))
+    except Exception as error:  # cuda.core raises a private type when the driver refuses
+        if "INVALID_RESOURCE_CONFIGURATION" not in str(error):
+            raise
+        return [], None  # CUDA 13.1 and newer; older drivers make fewer groups instead
+    if len(groups) < len(wanted):
+        return [], None
     pieces = iter(groups)
-    return [[next(pieces) for _ in range(count // size)] for count in counts]
+    return [[next(pieces) for _ in range(count // size)] for count in counts], rest

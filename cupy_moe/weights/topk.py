@@ -30,7 +30,7 @@ def pack_topk_ids(topk_ids: Array, topk_weights: Array) -> Array:
 
     Returns
     -------
-    array (T, K), int32, of the library and device of ``topk_ids``
+    array (T, K), int32, contiguous, of the library and device of ``topk_ids``
 
     Raises
     ------
@@ -50,10 +50,11 @@ def pack_topk_ids(topk_ids: Array, topk_weights: Array) -> Array:
             "pack_topk_ids: topk_ids and topk_weights must have one shape (T, K), got "
             f"{tuple(ids.shape)} and {tuple(weights.shape)}."
         )
+    xp = get_xp(ids)
     fits = (ids >= _INT16.min) & (ids <= _INT16.max)
-    high = get_xp(ids).where(fits, ids, -1).astype(np.int32) << 16
+    high = xp.where(fits, ids, -1).astype(np.int32) << 16
     low = encode_bf16(as_float32(weights)).astype(np.int32)  # zero-extends: the mask 0xFFFF
-    return restore(high | low)
+    return restore(xp.ascontiguousarray(high | low))  # the operations refuse transposed arrays
 
 
 @on_device
@@ -66,9 +67,9 @@ def unpack_topk_ids(packed: Array) -> tuple[Array, Array]:
 
     Returns
     -------
-    topk_ids : array (T, K), int32
+    topk_ids : array (T, K), int32, contiguous
         The high halves with their sign.
-    topk_weights : array (T, K), bfloat16
+    topk_weights : array (T, K), bfloat16, contiguous
         The low halves.
 
     Raises
@@ -79,5 +80,6 @@ def unpack_topk_ids(packed: Array) -> tuple[Array, Array]:
     words, restore = to_xp(packed, "unpack_topk_ids: packed")
     if words.dtype != np.int32:
         raise TypeError(f"unpack_topk_ids: packed words are int32, got {words.dtype.name}.")
+    words = get_xp(words).ascontiguousarray(words)
     weights = (words & 0xFFFF).astype(np.uint16).view(ml_dtypes.bfloat16)
     return restore(words >> 16), restore(weights)

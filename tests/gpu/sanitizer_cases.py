@@ -51,6 +51,7 @@ def main(level: str) -> None:
         routed(65, 3, 2, ActivationType.Geglu, invalid="half_the_rows")
         routed(129, 2, 1, ActivationType.Situ, pattern="one_expert", dtype="bfloat16")
         routed(9, 4, 2, ActivationType.Identity, invalid="all_rows")
+        routed(521, 5, 2, ActivationType.Swiglu, invalid="half_the_rows")  # a cluster permutes
         from_logits(37, 64, 8, routing_method_type=2, n_group=8, topk_group=4)
         from_logits(5, 128, 1, routing_method_type=3)
     cupy.cuda.Device().synchronize()

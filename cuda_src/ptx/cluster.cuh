@@ -1,0 +1,60 @@
+// Thread block clusters: their barrier, and reads of another block's shared memory. Below sm_90 the
+// instructions do not exist and nothing may get here.
+#pragma once
+
+#include "common/types.cuh"
+
+namespace cupy_moe::ptx {
+
+// Arrival at the barrier of all threads of the cluster; what the thread wrote is visible to whoever
+// waits for the barrier.
+__device__ __forceinline__ void barrier_cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#else
+  __trap();
+#endif
+}
+
+// Likewise, but publishes nothing: for memory that the thread has read and that may now go.
+__device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#else
+  __trap();
+#endif
+}
+
+// Every arrival has its wait, and no thread arrives twice in between.
+__device__ __forceinline__ void barrier_cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#else
+  __trap();
+#endif
+}
+
+// Address of the same shared variable in block `rank` of the cluster.
+__device__ __forceinline__ u32 mapa_shared_cluster(const void* own, u32 rank) {
+  u32 address = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(static_cast<u32>(__cvta_generic_to_shared(own))), "r"(rank));
+#else
+  __trap();
+#endif
+  return address;
+}
+
+__device__ __forceinline__ i32 ld_shared_cluster(u32 address) {
+  i32 value = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+#else
+  __trap();
+#endif
+  return value;
+}
+
+}  // namespace cupy_moe::ptx
