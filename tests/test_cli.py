@@ -14,9 +14,9 @@ from cupy_moe.kernels.permute import all_permute_configs
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*arguments: str, cache: Path, code: int = 0) -> str:
+def run(*arguments: str, cache: Path, code: int = 0, **variables: str) -> str:
     """Run ``python -m cupy_moe`` in a process of its own."""
-    environment = {**os.environ, "CUPY_MOE_CACHE_DIR": str(cache), "COLUMNS": "200"}
+    environment = {**os.environ, "CUPY_MOE_CACHE_DIR": str(cache), "COLUMNS": "200", **variables}
     done = subprocess.run(
         [sys.executable, "-m", "cupy_moe", *arguments],
         capture_output=True,
@@ -91,6 +91,15 @@ def test_precompile_fills_the_cache(tmp_path: Path) -> None:
     run("precompile", "--arch", "sm_90a", "--kernel", "permute", cache=tmp_path)
     compiled = list(tmp_path.glob("permute-sm_90a-*.cubin"))
     assert len(compiled) == len(all_permute_configs("sm_90a"))
+
+
+@pytest.mark.parametrize("what", ["fp8", "sweep"])
+def test_bench_without_a_gpu_says_so(what: str, tmp_path: Path) -> None:
+    """Hidden here, so that it also holds where there is one."""
+    text = run("bench", what, cache=tmp_path, code=1, CUDA_VISIBLE_DEVICES="")
+    assert "error: " in text
+    assert "driver" in text or "no usable CUDA device" in text or "needs CuPy" in text
+    assert "Traceback" not in text
 
 
 def test_unknown_commands_are_refused(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ LAYERS = (
     ("bound_layer",),
     ("comm", "fused_moe"),
     ("testing",),
+    ("bench",),
     ("cli",),
     ("__main__",),
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from cupy_moe import __version__
-from cupy_moe.cli import demo, info, precompile
+from cupy_moe.cli import bench, demo, info, precompile
 
 __all__ = ["main"]
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (info, demo, precompile):
+    for command in (info, demo, bench, precompile):
         command.add_parser(commands)
     args = parser.parse_args(arguments)
     try:

@@ -1,0 +1,105 @@
+"""What is timed against each other: this package, and what every peer has to provide."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_moe.bench.layers import BenchLayer
+from cupy_moe.bench.workloads import Ids
+from cupy_moe.fused_moe import trtllm_fp8_per_tensor_scale_routed_moe
+from cupy_moe.testing.inputs import Arguments, move_arguments
+from cupy_moe.weights import pack_topk_ids
+
+__all__ = ["Contender", "CupyMoe", "installed"]
+
+
+class Contender(ABC):
+    """An implementation that has taken over a layer's weights.
+
+    Attributes
+    ----------
+    key, name : str
+        For the command line and for tables.
+    package : str
+        Distribution whose version goes into reports.
+    whole_layer : bool
+        Whether the result is the layer's output; else only parts of the layer are timed.
+    scope : str
+        What is timed, and what is left out.
+    """
+
+    key: ClassVar[str]
+    name: ClassVar[str]
+    package: ClassVar[str]
+    scope: ClassVar[str]
+    whole_layer: ClassVar[bool] = True
+
+    @classmethod
+    @abstractmethod
+    def missing(cls) -> str | None:
+        """Why it cannot run here; None if it can."""
+
+    @abstractmethod
+    def __init__(self, layer: BenchLayer) -> None:
+        """Convert the layer's weights."""
+
+    @abstractmethod
+    def prepare(self, hidden: Any, ids: Ids, weights: NDArray[np.float32]) -> Callable[[], Any]:
+        """Call for one routing; everything that is not timed is done here.
+
+        Parameters
+        ----------
+        hidden : torch.Tensor (T, H), float8_e4m3fn
+        ids, weights : numpy.ndarray (T, K)
+
+        Returns
+        -------
+        callable
+            Enqueues the work on torch's current stream; can be captured once it has run. Returns
+            the output (T, H), bfloat16, if :attr:`whole_layer`.
+        """
+
+
+def installed(package: str) -> str | None:
+    """Version of a distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+class CupyMoe(Contender):
+    """The operation of this package, from packed routing words to the output."""
+
+    key = "cupy_moe"
+    name = "cupy_moe"
+    package = "cupy-moe"
+    scope = "whole layer, routing words to output, sorting by expert included"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Nothing: the benchmark does not start without a GPU."""
+        return None
+
+    def __init__(self, layer: BenchLayer) -> None:
+        """Take the prepared weights as they are."""
+        self._layer = layer
+
+    def arguments(self, hidden: Any, ids: Ids, weights: NDArray[np.float32]) -> Arguments:
+        """Keyword arguments of the operation, torch tensors."""
+        call = self._layer.prepared.arguments(hidden, pack_topk_ids(ids, weights))
+        return move_arguments(call, "torch")
+
+    def prepare(self, hidden: Any, ids: Ids, weights: NDArray[np.float32]) -> Callable[[], Any]:
+        """Call with an output of its own, NaN until it has run."""
+        import torch
+
+        arguments = self.arguments(hidden, ids, weights)
+        output = torch.full(hidden.shape, torch.nan, dtype=torch.bfloat16, device=hidden.device)
+        return lambda: trtllm_fp8_per_tensor_scale_routed_moe(**arguments, output=output)

@@ -1,0 +1,144 @@
+"""Times of a layer for every tiling that fits it: the table behind the plan's choice.
+
+Every candidate runs a few times; those near the fastest run again, taking turns with the plan's own
+choice, so that close calls are decided under equal clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from cupy_moe.bench.contenders import CupyMoe
+from cupy_moe.bench.layers import Batch, BenchLayer, make_batch, make_layer
+from cupy_moe.bench.timing import capture, free_memory, interleaved_us
+from cupy_moe.bench.workloads import Workload
+from cupy_moe.pipeline import tiled_as
+from cupy_moe.plan import DeviceTraits, MoeProblem, RoutingSource, Tiling, tile_candidates
+from cupy_moe.runtime.compiler import arch_for
+from cupy_moe.runtime.devices import compute_capability, sm_count
+from cupy_moe.types import ActivationType, RoutingMethodType
+
+__all__ = ["SweepRow", "fastest_first", "problem_of", "sweep"]
+
+QUICK_REPLAYS = 2
+# Slower than the fastest by more than this in the quick round: not timed again.
+CLOSE = 1.15
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One tiling of one workload at one number of tokens.
+
+    Attributes
+    ----------
+    workload : Workload
+    num_tokens : int
+    tiling : Tiling
+    us : float
+        Median of a call.
+    us_of_choice : float or None
+        The plan's choice in the same turns; None if the quick round ruled the tiling out.
+    """
+
+    workload: Workload
+    num_tokens: int
+    tiling: Tiling
+    us: float
+    us_of_choice: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Time over that of the plan's choice: below 1 the choice can be improved."""
+        return None if self.us_of_choice is None else self.us / self.us_of_choice
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, units in the keys."""
+        return {
+            "workload": self.workload.key,
+            "tokens": self.num_tokens,
+            "tiling": str(self.tiling),
+            "us": self.us,
+            "us_of_choice": self.us_of_choice,
+        }
+
+
+def problem_of(workload: Workload, num_tokens: int) -> MoeProblem:
+    """Problem of a benchmark's call: packed routing words, finalized output."""
+    return MoeProblem(
+        num_tokens=num_tokens,
+        hidden_size=workload.hidden_size,
+        intermediate_size=workload.intermediate_size,
+        num_experts=workload.num_experts,
+        top_k=workload.top_k,
+        local_num_experts=workload.local_num_experts,
+        local_expert_offset=0,
+        activation=ActivationType.Swiglu,
+        routing_source=RoutingSource.Packed,
+        expert_weights_dtype="bfloat16",
+        scale_input=False,
+        do_finalize=True,
+        routing_method=RoutingMethodType.Unspecified,
+        num_groups=0,
+        topk_group=0,
+        norm_topk_prob=True,
+        logits_dtype=None,
+        bias_dtype=None,
+    )
+
+
+def sweep(
+    workloads: Sequence[Workload], tokens: Sequence[int], replays: int
+) -> Iterator[list[SweepRow]]:
+    """Rows of one workload and number of tokens at a time, fastest first."""
+    device = DeviceTraits(arch_for(compute_capability(0)), sm_count(0))
+    for workload in workloads:
+        layer = make_layer(workload)
+        for num_tokens in tokens:
+            candidates = tile_candidates(problem_of(workload, num_tokens), device)
+            yield _sweep_batch(layer, make_batch(workload, num_tokens), candidates, replays)
+            free_memory()
+        del layer
+        free_memory()
+
+
+def _sweep_batch(
+    layer: BenchLayer, batch: Batch, candidates: Sequence[Tiling], replays: int
+) -> list[SweepRow]:
+    ours = CupyMoe(layer)
+    calls = [ours.prepare(batch.hidden, ids, batch.weights) for ids in batch.routings]
+
+    def graph(tiling: Tiling | None) -> Any:
+        if tiling is None:
+            return capture(calls)[0]
+        with tiled_as(tiling):
+            return capture(calls)[0]
+
+    choice = graph(None)
+    quick = {
+        tiling: _us({"": graph(tiling).replay}, QUICK_REPLAYS, len(calls))[""]
+        for tiling in candidates
+    }
+    limit = CLOSE * min(quick.values())
+
+    def row(tiling: Tiling) -> SweepRow:
+        us, us_of_choice = quick[tiling], None
+        if us <= limit:
+            turns = {"tiling": graph(tiling).replay, "choice": choice.replay}
+            times = _us(turns, replays, len(calls))
+            us, us_of_choice = times["tiling"], times["choice"]
+        return SweepRow(layer.workload, batch.num_tokens, tiling, us, us_of_choice)
+
+    return fastest_first(row(tiling) for tiling in candidates)
+
+
+def _us(works: dict[str, Any], replays: int, num_calls: int) -> dict[str, float]:
+    times = interleaved_us(works, replays)
+    return {name: median(us) / num_calls for name, us in times.items()}
+
+
+def fastest_first(rows: Iterable[SweepRow]) -> list[SweepRow]:
+    """Order by the ratio to the plan's choice, then those that the quick round ruled out."""
+    return sorted(rows, key=lambda row: (row.ratio is None, row.ratio or row.us))

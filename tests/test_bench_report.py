@@ -1,0 +1,256 @@
+"""What the benchmark reports: derived figures, tables, JSON, plot, notes, errors of the command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cupy_moe import pipeline
+from cupy_moe.bench import contenders, sweep
+from cupy_moe.bench.peers import PEERS, present_peers
+from cupy_moe.bench.report import by_workload, cells, headers, notes, peer_names, plot, write_json
+from cupy_moe.bench.rows import Timing
+from cupy_moe.bench.sweep import SweepRow, fastest_first, problem_of
+from cupy_moe.bench.timing import interleaved_us
+from cupy_moe.bench.workloads import WORKLOADS
+from cupy_moe.cli import bench
+from cupy_moe.plan import DeviceTraits, tile_candidates
+from tests.bench_rows import fake_report, fake_row
+
+
+def printed(*renderables: Any) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(*renderables)
+    return captured.get()
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def test_derived_figures() -> None:
+    row = fake_row(peers={"Fast": 30.0})
+    assert row.floor_us == pytest.approx(20)  # 80 MB at 4 TB/s; 1 GFLOP takes 1 us
+    assert row.tb_per_s == pytest.approx(3.2)
+    assert row.tflops == pytest.approx(40)
+    assert row.share_of_floor() == pytest.approx(0.8)
+    assert row.share_of_floor("Fast") == pytest.approx(2 / 3)
+    assert row.ratio("Fast") == pytest.approx(1.2)
+
+
+def test_graph_times_are_shared_among_its_calls() -> None:
+    assert Timing.of([44.0, 40.0, 80.0], num_calls=4) == Timing(11.0, 10.0, 20.0)
+
+
+def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, order = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    def work(name: str, milliseconds: float) -> Any:
+        def run() -> None:
+            order.append(name)
+            clock[0] += milliseconds
+
+        return run
+
+    cuda = SimpleNamespace(Event=Event, synchronize=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    times = interleaved_us({"a": work("a", 2.0), "b": work("b", 3.0)}, rounds=4, warmups=1)
+    assert times == {"a": pytest.approx([2000.0] * 4), "b": pytest.approx([3000.0] * 4)}
+    assert order == ["a", "b"] * 5
+
+
+# --- tables, notes, files -------------------------------------------------------------------------
+
+
+def test_table_cells() -> None:
+    rows = [
+        fake_row(num_tokens=16, peers={"Fast": 30.0}),
+        fake_row(num_tokens=64, failures={"Fast": "no kernel"}),
+        fake_row(num_tokens=256),
+    ]
+    peers = peer_names(rows)
+    assert headers(rows)[-2:] == ["Fast, us", "/ ours"]
+    own = ["4.0", "25.0", "3.20", "40", "20.0", "80%"]
+    assert cells(rows[0], peers) == ["16", *own, "30.0", "1.20"]
+    assert cells(rows[1], peers) == ["64", *own, "failed", ""]
+    assert cells(rows[2], peers) == ["256", *own, "-", ""]
+
+
+def test_printed_report_names_everyone() -> None:
+    rows = [fake_row("W-A", peers={"Fast": 30.0}), fake_row("W-B", failures={"Fast": "no kernel"})]
+    console = Console(width=200)
+    with console.capture() as captured:
+        bench.show(fake_report(*rows), console)
+    text = captured.get()
+    for part in (
+        "a GPU",
+        "read 4.000 TB/s, dense FP8 1000 TFLOP/s",
+        "W-A: Qwen3-235B-A22B, H4096 I1536 E128 K8",
+        "W-B: DeepSeek-V3",
+        "1.20",
+        "Fast: whole layer, tuned.",
+        "Absent did not take part: absent is not installed: pip install absent.",
+        "Fast failed on W-B, 16 tokens: no kernel.",
+    ):
+        assert part in text
+
+
+def test_one_note_for_equal_failures() -> None:
+    rows = [fake_row(num_tokens=t, failures={"Fast": "no kernel"}) for t in (1, 4)]
+    rows.append(fake_row(num_tokens=16, failures={"Fast": "out of memory"}))
+    assert notes(fake_report(*rows))[-2:] == [
+        "Fast failed on W-A, 1, 4 tokens: no kernel.",
+        "Fast failed on W-A, 16 tokens: out of memory.",
+    ]
+
+
+def test_json_holds_every_figure(tmp_path: Path) -> None:
+    rows = [fake_row(peers={"Fast": 30.0}), fake_row(failures={"Fast": "no kernel"})]
+    write_json(tmp_path / "rows.json", fake_report(*rows).as_dict())
+    read = json.loads((tmp_path / "rows.json").read_text())
+    assert read["ceilings"] == {"read_tb_per_s": 4.0, "fp8_tflops": 1000.0}
+    assert read["missing"] == {"Absent": "absent is not installed: pip install absent"}
+    first, second = read["rows"]
+    assert (first["us"], first["us_min"], first["us_max"]) == (25.0, 24.0, 26.0)
+    assert first["peers"]["Fast"]["us_over_ours"] == pytest.approx(1.2)
+    assert first["peers"]["Fast"]["rel_l2_from_ours"] == 0.01
+    assert second["peers"] == {}
+    assert second["failures"] == {"Fast": "no kernel"}
+
+
+def test_plot_has_a_column_for_each_workload(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [fake_row(key, t, peers={"Fast": 30.0}) for key in ("W-A", "W-B") for t in (1, 16)]
+    report = fake_report(*rows)
+    assert [len(group) for _, group in by_workload(report.rows)] == [2, 2]
+    plot(tmp_path / "bench.png", report)
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- peers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "package"), [("humming", "humming-kernels"), ("flashinfer", "flashinfer-python")]
+)
+def test_missing_peers_are_named(key: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise contenders.PackageNotFoundError(name)
+
+    monkeypatch.setattr(contenders, "version", absent)
+    present, missing = present_peers([key])
+    assert present == []
+    assert missing.keys() == {PEERS[key].name}
+    assert f"{package} is not installed: pip install" in missing[PEERS[key].name]
+
+
+def test_a_torch_without_the_grouped_gemm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.delattr(torch, "_scaled_grouped_mm")
+    _, missing = present_peers(["torch"])
+    assert "has no _scaled_grouped_mm" in missing["torch grouped GEMM"]
+
+
+def test_every_peer_says_what_is_timed() -> None:
+    for key, peer in PEERS.items():
+        assert peer.key == key
+        assert peer.scope.startswith("whole layer" if peer.whole_layer else "two GEMMs alone")
+
+
+# --- sweep ----------------------------------------------------------------------------------------
+
+
+def test_sweep_rows_are_ordered_and_printed() -> None:
+    workload = WORKLOADS["W-A"]
+    device = DeviceTraits(arch="sm_90a", num_sms=132)
+    tilings = tile_candidates(problem_of(workload, 64), device)
+    assert len(tilings) > 3
+    figures = [(90.0, None), (50.0, 48.0), (47.0, 48.0), (80.0, None)]
+    rows = fastest_first(
+        SweepRow(workload, 64, tiling, *times)
+        for tiling, times in zip(tilings[:4], figures, strict=True)
+    )
+    assert [row.us for row in rows] == [47.0, 50.0, 80.0, 90.0]
+    assert rows[0].ratio == pytest.approx(47 / 48)
+    text = printed(bench.sweep_table([rows]))
+    assert str(tilings[2]) in text
+    assert "0.979" in text
+    assert json.loads(json.dumps(rows[-1].as_dict()))["us_of_choice"] is None
+
+
+def test_sweep_repeats_close_tilings_against_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up times by token tile; the plan's choice takes 50."""
+    workload = WORKLOADS["W-A"]
+    tilings = tile_candidates(problem_of(workload, 64), DeviceTraits("sm_90a", 132))
+    us = {None: 50.0, **{tiling: 40.0 + tiling.tile_n for tiling in tilings}}
+
+    def capture(calls: list[Any]) -> tuple[Any, list[Any]]:
+        return SimpleNamespace(replay=pipeline._tiling_override.get()), []
+
+    def interleaved(works: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+        return {name: [4 * us[tiling]] * rounds for name, tiling in works.items()}
+
+    class Ours:
+        def __init__(self, layer: Any) -> None:
+            pass
+
+        def prepare(self, *_: Any) -> Any:
+            return lambda: None
+
+    monkeypatch.setattr(sweep, "capture", capture)
+    monkeypatch.setattr(sweep, "interleaved_us", interleaved)
+    monkeypatch.setattr(sweep, "CupyMoe", Ours)
+    batch = SimpleNamespace(hidden=None, weights=None, routings=[None] * 4, num_tokens=64)
+    rows = sweep._sweep_batch(SimpleNamespace(workload=workload), batch, tilings, replays=3)
+    assert {row.tiling for row in rows} == set(tilings)
+    least = min(tiling.tile_n for tiling in tilings)
+    assert rows[0].tiling.tile_n == least
+    assert rows[0].ratio == pytest.approx((40 + least) / 50)
+    for row in rows:
+        is_close = us[row.tiling] <= sweep.CLOSE * (40 + least)
+        assert row.us_of_choice == (50.0 if is_close else None)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_parser(parser.add_subparsers())
+    return parser.parse_args(["bench", *arguments])
+
+
+def test_options_have_defaults() -> None:
+    args = parse("fp8")
+    assert args.workload == ["W-A", "W-B", "mixtral", "llama4"]
+    assert args.tokens == [1, 4, 16, 64, 256, 1024, 4096, 8192, 16384]
+    assert args.peers == ["torch", "humming", "flashinfer"]
+
+
+@pytest.mark.parametrize("option", ["--workload=W-Z", "--tokens=0", "--peers=none-such"])
+def test_bad_options_are_refused(option: str) -> None:
+    with pytest.raises(SystemExit):
+        parse("fp8", option)
+
+
+def test_files_are_checked_before_the_work(tmp_path: Path) -> None:
+    args = parse("fp8", "--json", str(tmp_path / "no" / "rows.json"))
+    with pytest.raises(ValueError, match=r"rows.json does not exist"):
+        args.run(args, Console())
