@@ -36,6 +36,7 @@ from cupy_moe.plan import (
     Tiling,
     plan_moe,
 )
+from cupy_moe.runtime.compiler import capability_of
 from cupy_moe.runtime.devices import (
     compute_capability,
     device_guard,
@@ -48,7 +49,7 @@ from cupy_moe.runtime.tensor_map import NO_TENSOR_MAP, encode_tensor_map
 
 __all__ = ["Addresses", "bind_stages", "compiled_for", "overrides", "plan_for", "tiled_as"]
 
-_FIRST_PDL_CAPABILITY = (9, 0)
+_FIRST_PDL_CAPABILITY = (9, 0)  # of the code: older kernels do not wait for their predecessor
 _MAX_BOUND_LAYERS = 1024  # remembered, about 3 KiB each
 
 _arch_override: ContextVar[str | None] = ContextVar("arch_override", default=None)
@@ -200,7 +201,7 @@ def bind_stages(
     at = Addresses(*addresses)
     plan = plan_for(problem, device, arch, tiling)
     functions = _load(problem, device, arch, tiling, stream)
-    pdl = enable_pdl is not False and compute_capability(device) >= _FIRST_PDL_CAPABILITY
+    pdl = enable_pdl is not False and capability_of(plan.arch) >= _FIRST_PDL_CAPABILITY
     scratch = {name: at.scratch + offset for name, offset in plan.scratch.offsets.items()}
     to_permuted = at.expanded_to_permuted or scratch["expanded_to_permuted"]
     gemm2_output = at.gemm2_output or scratch["gemm2_output"]
@@ -280,7 +281,7 @@ def bind_stages(
             permuted_to_expanded=scratch["permuted_to_expanded"],
             tile_info=scratch["tile_info"],
             num_n_tiles=scratch["schedule"],
-            tile_counter=scratch["schedule"] + 4,
+            tile_counter=scratch["schedule"] + 4 if plan.take_tiles else 0,
             output_scales=at.output1_scales,
             gate_scales=at.output1_gate_scales,
             clamp_limits=at.clamp_limit,
@@ -308,7 +309,7 @@ def bind_stages(
             permuted_to_expanded=scratch["permuted_to_expanded"],
             tile_info=scratch["tile_info"],
             num_n_tiles=scratch["schedule"],
-            tile_counter=scratch["schedule"] + 8,
+            tile_counter=scratch["schedule"] + 8 if plan.take_tiles else 0,
             output_scales=at.output2_scales,
             gate_scales=0,
             clamp_limits=0,

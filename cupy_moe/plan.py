@@ -6,6 +6,7 @@ the given sizes, so that a captured CUDA graph replays with any routing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -181,6 +182,7 @@ class Tiling:
 class MoePlan:
     """Specializations, grids and buffers of one problem on one device."""
 
+    arch: str
     tile_n: int
     capacity: int  # rows of the permuted buffers
     route: RouteConfig | None
@@ -191,6 +193,7 @@ class MoePlan:
     fc2: GemmConfig
     fc1_grid: int
     fc2_grid: int
+    take_tiles: bool  # blocks take tiles from a counter instead of walking in a fixed stride
     finalize: FinalizeConfig | None
     scratch: ScratchLayout
 
@@ -213,36 +216,45 @@ def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
 # Largest average number of rows an expert for which a token tile is best: large enough that nearly
 # every expert hit needs one tile, so that its weights are read once. Measured on an H200.
 _WGMMA_SHARES = {8: 2.0, 16: 7.0, 32: 20.0, 64: 40.0}
+_COMPUTE_BOUND_SHARE = 128.0  # from here on larger weight tiles win over finer waves
+_TOLERATED_IDLE = 0.05  # of the multiprocessors, averaged over the waves
+_FEW_WAVES = 4.0  # up to here a fixed stride wins over taking tiles from a counter
+
+
+def _share(problem: MoeProblem) -> float:
+    """Average number of rows an expert."""
+    return problem.num_slots / problem.num_experts
 
 
 def _choose_tile_n(problem: MoeProblem, kind: MainloopKind) -> int:
-    share = problem.num_slots / problem.num_experts
+    share = _share(problem)
     if kind is MainloopKind.Wgmma:
         return next((tile for tile, most in _WGMMA_SHARES.items() if share <= most), 128)
     tiles = sorted({tile_n for _, tile_n in TILE_SHAPES[kind]})
     return next((tile for tile in tiles if tile >= share), tiles[-1])
 
 
-def _expected_token_tiles(problem: MoeProblem, tile_n: int) -> float:
-    """Token tiles of uniform random routing."""
+def _expected_waves(
+    problem: MoeProblem, rows: int, tile_m: int, tile_n: int, num_sms: int
+) -> float:
+    """Output tiles a multiprocessor under uniform random routing."""
     hit = 1 - (1 - 1 / problem.num_experts) ** problem.num_slots
-    share = problem.num_slots / problem.num_experts
-    return problem.local_num_experts * max(hit, share / tile_n)
+    token_tiles = problem.local_num_experts * max(hit, _share(problem) / tile_n)
+    return rows // tile_m * token_tiles / num_sms
 
 
-def _choose_tile_m(rows: int, token_tiles: float, tile_n: int, num_sms: int) -> int:
+def _choose_tile_m(problem: MoeProblem, rows: int, tile_n: int, num_sms: int) -> int:
     """Largest tile whose last wave leaves few multiprocessors idle, else the least idle one."""
-    sizes = [m for m, n in TILE_SHAPES[MainloopKind.Wgmma] if n == tile_n and rows % m == 0]
+    largest = 256 if _share(problem) >= _COMPUTE_BOUND_SHARE else 128
+    shapes = TILE_SHAPES[MainloopKind.Wgmma]
+    sizes = [m for m, n in shapes if n == tile_n and m <= largest and rows % m == 0]
 
     def busy(tile_m: int) -> float:
-        waves = rows // tile_m * token_tiles / num_sms
-        return waves / -(-waves // 1)
+        waves = _expected_waves(problem, rows, tile_m, tile_n, num_sms)
+        return waves / math.ceil(waves)
 
     best = max(busy(m) for m in sizes)
     return max(m for m in sizes if busy(m) >= best - _TOLERATED_IDLE)
-
-
-_TOLERATED_IDLE = 0.05
 
 
 def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
@@ -251,11 +263,10 @@ def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
     tile_n = _choose_tile_n(problem, kind)
     if kind is MainloopKind.Mma:
         return Tiling(tile_n, 128, 128)
-    token_tiles = _expected_token_tiles(problem, tile_n)
     return Tiling(
         tile_n,
-        _choose_tile_m(problem.fc1_rows, token_tiles, tile_n, device.num_sms),
-        _choose_tile_m(problem.hidden_size, token_tiles, tile_n, device.num_sms),
+        _choose_tile_m(problem, problem.fc1_rows, tile_n, device.num_sms),
+        _choose_tile_m(problem, problem.hidden_size, tile_n, device.num_sms),
         gather=tile_n < 128,
     )
 
@@ -309,6 +320,7 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
     expand = None if tiling.gather else ExpandConfig()
     from_logits = problem.routing_source is RoutingSource.Logits
     return MoePlan(
+        arch=device.arch,
         tile_n=tile_n,
         capacity=capacity,
         route=route_config(problem) if from_logits else None,
@@ -323,6 +335,8 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         fc1=fc1,
         fc2=fc2,
         fc1_grid=_persistent_grid(fc1, problem.fc1_rows, token_tiles, device.num_sms),
+        take_tiles=_expected_waves(problem, problem.fc1_rows, fc1.tile_m, tile_n, device.num_sms)
+        > _FEW_WAVES,
         fc2_grid=_persistent_grid(fc2, problem.hidden_size, token_tiles, device.num_sms),
         finalize=FinalizeConfig() if problem.do_finalize else None,
         scratch=ScratchLayout.pack(_scratch_buffers(problem, capacity, token_tiles)),

@@ -17,13 +17,12 @@ import pytest
 
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
-from cupy_moe.kernels.grouped_gemm import TILE_N_CHOICES
+from cupy_moe.kernels.grouped_gemm import TILE_SHAPES, MainloopKind, mainloop_for
 from cupy_moe.plan import all_specializations
 from cupy_moe.runtime.compile_log import KernelResources
 from cupy_moe.runtime.jit import KernelSpec, compile_cubin, compile_ptx
 
-# What a block may use of an SM's shared memory, in KiB. A plan does not depend on the architecture,
-# so every kernel must fit everywhere.
+# What a block may use of an SM's shared memory, in KiB.
 SHARED_MEMORY_KIB = {
     "sm_80": 163,
     "sm_86": 99,
@@ -35,8 +34,15 @@ SHARED_MEMORY_KIB = {
 }
 REGISTERS_OF_AN_SM = 65536
 
-TENSOR_CORE = re.compile(r"\bHMMA\.16816\.F32\b")  # mma.sync m16n8k16, FP16 in, FP32 sums
-ASYNC_COPY = re.compile(r"\bLDGSTS\b")  # cp.async
+# What feeds the tensor cores of each main loop, and the copies ahead of them.
+INSTRUCTIONS = {
+    # mma.sync m16n8k16, FP16 in, FP32 sums; cp.async.
+    MainloopKind.Mma: {"Fc1": ("HMMA.16816.F32", "LDGSTS"), "Fc2": ("HMMA.16816.F32", "LDGSTS")},
+    # wgmma on E4M3; tensor copies. FC1 gathers by cp.async or has its rows in place.
+    MainloopKind.Wgmma: {"Fc1": ("QGMMA", "UTMALDG.4D"), "Fc2": ("QGMMA", "UTMALDG.2D")},
+}
+# ptxas says so when it gives up the overlap of tensor cores and copies, or the registers' split.
+PERFORMANCE_WARNING = re.compile(r"\(C7\d\d\d\)")
 # Every product flushes under -ftz=true; without it, only the insides of library functions do.
 FLUSH_TO_ZERO = re.compile(r"\b(FMUL|FFMA)\.FTZ\b")
 
@@ -46,12 +52,13 @@ class Compiled:
     """What is left of a compilation: figures, and machine code where it is looked at."""
 
     resources: KernelResources
+    warnings: tuple[str, ...]
     sass: str
 
 
 @cache
-def specializations() -> list[KernelSpec]:
-    return all_specializations()
+def specializations(arch: str) -> list[KernelSpec]:
+    return all_specializations(arch)
 
 
 def is_disassembled(spec: KernelSpec) -> bool:
@@ -69,7 +76,7 @@ def find_nvdisasm() -> Path:
 
 
 def compile_one(index: int, arch: str, folder: Path) -> Compiled:
-    spec = specializations()[index]
+    spec = specializations(arch)[index]
     compiled = compile_cubin(spec, arch, verbose_ptxas=True)
     sass = ""
     if is_disassembled(spec):
@@ -77,7 +84,9 @@ def compile_one(index: int, arch: str, folder: Path) -> Compiled:
         path.write_bytes(compiled.cubin)
         command = [find_nvdisasm(), "--print-code", path]
         sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return Compiled(compiled.resources, sass)
+    lines = compiled.log.splitlines()
+    warnings = tuple(line for line in lines if PERFORMANCE_WARNING.search(line))
+    return Compiled(compiled.resources, warnings, sass)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +104,7 @@ def arch(request) -> str:
 @pytest.fixture(scope="module")
 def kernels(arch, workers, tmp_path_factory) -> list[tuple[KernelSpec, Compiled]]:
     """All of one architecture."""
-    specs = specializations()
+    specs = specializations(arch)
     work = partial(compile_one, arch=arch, folder=tmp_path_factory.mktemp(arch))
     return list(zip(specs, workers.map(work, range(len(specs)), chunksize=4), strict=True))
 
@@ -108,35 +117,49 @@ def test_no_spills_and_no_stack(kernels):
     assert dirty == {}
 
 
+def test_no_performance_warnings(kernels):
+    assert {str(spec): k.warnings for spec, k in kernels if k.warnings} == {}
+
+
 def test_blocks_fit_a_multiprocessor(arch, kernels):
     for spec, compiled in kernels:
         config = dict(spec.config)
         shared = compiled.resources.static_smem + config.get("smem_bytes", 0)
         assert shared <= SHARED_MEMORY_KIB[arch] * 1024, spec
-        threads = config.get("num_threads") or 32 * config["warps_m"] * config["warps_n"]
+        threads = config["num_threads"]
         blocks = config.get("min_blocks", 1)
         assert threads * blocks * compiled.resources.registers <= REGISTERS_OF_AN_SM, spec
 
 
-def test_grouped_gemm_runs_on_tensor_cores_with_async_copies(kernels):
-    listings = [k.sass for spec, k in kernels if spec.source == "grouped_gemm" and k.sass]
-    assert len(listings) >= 2 * len(TILE_N_CHOICES)
-    assert all(TENSOR_CORE.search(sass) and ASYNC_COPY.search(sass) for sass in listings)
+def test_grouped_gemm_runs_on_tensor_cores_with_async_copies(arch, kernels):
+    kind = mainloop_for(arch)
+    listings = [(spec, k.sass) for spec, k in kernels if spec.source == "grouped_gemm" and k.sass]
+    assert len(listings) >= 2 * len(TILE_SHAPES[kind])
+    for spec, sass in listings:
+        config = dict(spec.config)
+        expected = [*INSTRUCTIONS[kind][config["gemm_stage"].name]]
+        if kind is MainloopKind.Wgmma and config["gather_tokens"]:
+            expected.append("LDGSTS")
+        assert [name for name in expected if name not in sass] == [], spec
+        assert "LDL" not in sass and "STL" not in sass, spec
 
 
-def test_subnormals_are_kept(kernels):
+def test_subnormals_are_kept(arch, kernels):
     listings = {str(spec): k.sass for spec, k in kernels if k.sass}
-    assert {spec.partition(" ")[0] for spec in listings} == {s.source for s in specializations()}
+    assert {spec.partition(" ")[0] for spec in listings} == {
+        s.source for s in specializations(arch)
+    }
     assert [spec for spec, sass in listings.items() if FLUSH_TO_ZERO.search(sass)] == []
 
 
-def test_specializations_are_distinct():
-    specs = specializations()
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_specializations_are_distinct(arch):
+    specs = specializations(arch)
     assert len(set(specs)) == len(specs)
 
 
 def test_ptx_for_the_oldest_architecture():
-    spec = next(s for s in specializations() if s.source == "grouped_gemm")
+    spec = next(s for s in specializations("compute_80") if s.source == "grouped_gemm")
     ptx = compile_ptx(spec, "compute_80").decode()
     assert ".target sm_80" in ptx
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in ptx

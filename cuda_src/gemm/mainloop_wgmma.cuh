@@ -109,7 +109,8 @@ struct MainloopWgmma {
     while (true) {
       smem.queue.push(queued, index);
       if (!tiles.locate(index, tile)) return;
-      const u32 next = gridDim.x + atomicAdd(p.tile_counter, 1u);
+      const u32 next =
+          gridDim.x + (p.tile_counter != nullptr ? atomicAdd(p.tile_counter, 1u) : index);
       for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
         ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
         ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot], sizeof(smem.weights[0]));

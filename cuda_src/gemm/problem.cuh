@@ -16,12 +16,12 @@ struct Params {
   const i32* permuted_to_expanded;  // [permuted rows] token * top_k + slot; FC1 only
   const int4* tile_info;            // [token tiles] expert, its first tile, its tiles, rows in use
   const i32* num_n_tiles;           // [1] token tiles in use
-  u32* tile_counter;  // null: fixed stride;                // [1] tiles taken beyond the first of every block; starts at 0
-  const float* output_scales;       // [local_num_experts] s1 (FC1) or s2 (FC2)
-  const float* gate_scales;         // [local_num_experts] sg; FC1 only
-  const float* clamp_limits;        // [local_num_experts] or null: 7 / sg; SwigluStep only
-  const void* token_scales;         // [num_tokens * top_k] bf16 or f32, or null; FC1 only
-  u8* output;                       // FC1: [permuted rows, features] e4m3; FC2: bf16
+  u32* tile_counter;  // [1] tiles taken beyond the first of every block, or null: fixed stride
+  const float* output_scales;  // [local_num_experts] s1 (FC1) or s2 (FC2)
+  const float* gate_scales;    // [local_num_experts] sg; FC1 only
+  const float* clamp_limits;   // [local_num_experts] or null: 7 / sg; SwigluStep only
+  const void* token_scales;    // [num_tokens * top_k] bf16 or f32, or null; FC1 only
+  u8* output;                  // FC1: [permuted rows, features] e4m3; FC2: bf16
   i32 m;
   i32 k;
   i32 top_k;

@@ -66,8 +66,8 @@ struct RingCursor {
   }
 };
 
-// Hands the tiles that a block takes from the list to all roles of the block, in order. Blocks take
-// tiles as they get free, since tiles differ in rows in use and therefore in time.
+// Hands the tiles that a block takes from the list to all roles of the block, in order. With many
+// tiles, which differ in rows in use and therefore in time, blocks take them as they get free.
 template <i32 kReadingWarps>
 struct TileQueue {
   static constexpr i32 kDepth = 4;

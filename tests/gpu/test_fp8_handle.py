@@ -202,12 +202,14 @@ def test_a_plan_dropped_with_work_on_a_side_stream() -> None:
     first_stream = torch.cuda.current_stream()
     address, num_bytes = plan._layer._scratch.ptr, plan.scratch_bytes
     with side_stream("torch"):
-        delay()
+        delay(1_000_000_000)
         plan.run()
+        done = torch.cuda.Event()
+        done.record()
         del plan
-        gc.collect()
         with torch.cuda.stream(first_stream):
             blocks = [torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        assert not done.query(), "the delay was too short to show anything"
     assert all(abs(block.data_ptr() - address) >= num_bytes for block in blocks)
     assert_same(output, expected)
 

@@ -7,7 +7,14 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from cupy_moe.testing.compare import assert_bit_equal, assert_within, compare, to_host
+from cupy_moe.testing.compare import (
+    Errors,
+    assert_bit_equal,
+    assert_median_within,
+    assert_within,
+    compare,
+    to_host,
+)
 from cupy_moe.testing.golden import GoldenCase, golden_fp8_arguments, load_golden_cases
 from cupy_moe.testing.inputs import move_arguments
 from tests.gpu.support import BF16, LIBRARIES, ROOT, full, portable_code, routed_moe, tolerance_of
@@ -39,7 +46,7 @@ def test_output(case: GoldenCase, library: str, path: str, evidence: Evidence) -
     assert returned is output
     errors = compare(output, expected)
     evidence.errors(f"fp8 vectors/{case.name}/{library}/{path}", errors)
-    assert_within(errors, tolerance_of(arguments), case.name)
+    assert_within(errors, tolerance_of(arguments, portable=path != "native"), case.name)
 
 
 @pytest.mark.parametrize("path", CODE_PATHS)
@@ -55,8 +62,19 @@ def test_rows_before_the_sum(case: GoldenCase, library: str, path: str, evidence
     np.testing.assert_array_equal(row_of_slot.reshape(live.shape) >= 0, live)
     errors = compare(rows[row_of_slot.reshape(live.shape)[live]], case.arrays["z"][live])
     evidence.errors(f"fp8 vectors/{case.name}/{library}/{path}", errors)
-    assert_within(errors, tolerance_of(arguments), case.name)
+    assert_within(errors, tolerance_of(arguments, portable=path != "native"), case.name)
     if isinstance(arguments["topk_ids"], tuple):
         assert weights is arguments["topk_ids"][1]
     else:
         assert_bit_equal(weights, case.arrays["weights"], "expert_weights")
+
+
+def test_median_of_all_outputs() -> None:
+    """Single cases may lose a code at a rounding boundary; most must not."""
+
+    def errors_of(case: GoldenCase) -> Errors:
+        output = routed_moe(**move_arguments(golden_fp8_arguments(case), "torch"))
+        return compare(output, case.arrays["out"])
+
+    finalizing = [case for case in CASES if case.parameters["do_finalize"]]
+    assert_median_within([errors_of(case) for case in finalizing])

@@ -60,9 +60,8 @@ class Permuted:
     expert_weights: np.ndarray
     expanded_to_permuted: np.ndarray
     permuted_to_expanded: np.ndarray
-    tile_expert: np.ndarray
-    tile_rows: np.ndarray
-    expert_first_tile: np.ndarray
+    tile_info: np.ndarray
+    schedule: np.ndarray
 
 
 def arch() -> str:
@@ -113,16 +112,17 @@ def expected(case: Case, ids: np.ndarray, *, packed: bool, poison: int) -> Permu
     )
     tiles = -(-permutation.counts // tile)
     tile_expert = np.repeat(np.arange(experts), tiles)
-    index = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    first_tile = (np.cumsum(tiles) - tiles)[tile_expert]
+    index = np.arange(tiles.sum()) - first_tile
     rows = np.minimum(permutation.counts[tile_expert] - index * tile, tile)
+    tile_info = np.stack([tile_expert, first_tile, tiles[tile_expert], rows], axis=1)
     untouched = np.full(2 * case.num_slots, poison, np.uint8).view(np.uint16)
     return Permuted(
         with_guard(weight_bits(case) if packed else untouched, np.uint16, poison),
         with_guard(permutation.expanded_to_permuted, np.int32, poison),
         with_guard(permutation.permuted_to_expanded, np.int32, poison),
-        with_guard(tile_expert, np.int32, poison),
-        with_guard(rows, np.int32, poison),
-        with_guard(np.concatenate([[0], np.cumsum(tiles)]), np.int32, poison),
+        with_guard(tile_info.ravel(), np.int32, poison),
+        with_guard(np.array([tiles.sum(), 0, 0]), np.int32, poison),
     )
 
 
