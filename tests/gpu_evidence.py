@@ -243,10 +243,10 @@ def check(report_path: Path = REPORT, root: Path = ROOT) -> tuple[int, str]:
     if report["tree"] != tree_hash(root):
         return 1, (
             "cuda_src/ or cupy_moe/ changed after the GPU report was written: run `pytest -m gpu` "
-            "on a machine with a GPU, or state `python tests/gpu_evidence.py --mark-unverified`."
+            "on a GPU machine, or state `python tests/gpu_evidence.py --mark-unverified WHY`."
         )
     if report["status"] == "unverified":
-        return 0, "warning: these sources are marked as not yet run on a GPU."
+        return 0, f"warning: not yet run on a GPU: {report['unverified']}"
     if report["status"] != "passed":
         return 1, f"the GPU suite failed on these sources: {', '.join(_ended(report, 'failed'))}"
     passed, skipped = _ended(report, "passed"), _ended(report, "skipped")
@@ -258,11 +258,12 @@ def _ended(report: Mapping[str, Any], outcome: str) -> list[str]:
     return [name for name, (ended, _) in report["tests"].items() if ended == outcome]
 
 
-def mark_unverified(report_path: Path = REPORT, root: Path = ROOT) -> None:
-    """Bind the report to the present sources without claiming that they ran on a GPU."""
+def mark_unverified(reason: str, report_path: Path = REPORT, root: Path = ROOT) -> None:
+    """Bind the report to the present sources and say why they did not run on a GPU."""
     report = json.loads(report_path.read_text()) if report_path.is_file() else {}
     report = {"measured_tree": None, **{section: {} for section in SECTIONS}, **report}
-    report_path.write_text(dump({**report, "status": "unverified", "tree": tree_hash(root)}))
+    marks = {"status": "unverified", "unverified": reason, "tree": tree_hash(root)}
+    report_path.write_text(dump({**report, **marks}))
 
 
 def main() -> int:
@@ -270,9 +271,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", action="store_true", help="does the report match the sources?")
-    action.add_argument("--mark-unverified", action="store_true", help="say they were not run")
-    if parser.parse_args().mark_unverified:
-        mark_unverified()
+    action.add_argument("--mark-unverified", metavar="WHY", help="say why they were not run")
+    reason = parser.parse_args().mark_unverified
+    if reason is not None:
+        mark_unverified(reason)
     code, message = check()
     print(message, file=sys.stderr if code else sys.stdout)
     return code
