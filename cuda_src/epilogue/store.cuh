@@ -2,8 +2,10 @@
 //
 // Prepared weight rows are shuffled inside blocks of 32: with g = lane / 4, rows g and g+8 of the
 // block's first (half 0) or second (half 1) sixteen rows belong to
-//   a gated FC1 (up and gate interleaved before the shuffle): up and gate of feature 16 b + 2 g +
-//   half anything else: features 32 b + 4 g + 2 half and 32 b + 4 g + 2 half + 1
+//
+//   gated FC1:  up and gate of feature 16 b + 2 g + half (interleaved before the shuffle)
+//   otherwise:  features 32 b + 4 g + 2 half and the next one
+//
 // where b counts blocks of 32 rows. So the two accumulators a thread holds for one column are
 // exactly what an activation needs. Values pass through shared memory to leave in 16-byte vectors
 // of a row.

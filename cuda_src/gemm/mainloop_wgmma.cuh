@@ -24,8 +24,8 @@ namespace cupy_moe::gemm {
 template <typename Config>
 struct MainloopWgmma {
   static constexpr i32 kNumStages = Config::kNumStages;
-  static constexpr i32 kTileBytesK = 128;  // one row of the 128-byte swizzle
-  static constexpr i32 kConsumers = Config::kTileM == 64 ? 1 : 2;  // warpgroups
+  static constexpr i32 kTileBytesK = 128;                 // one row of the 128-byte swizzle
+  static constexpr i32 kConsumers = Config::kWarpsM / 4;  // warpgroups
   static constexpr i32 kNumThreads = 128 * (kConsumers + 1);
   static constexpr i32 kGroupThreads = 128;
   static constexpr i32 kGroupRows = Config::kTileM / kConsumers;
@@ -142,8 +142,8 @@ struct MainloopWgmma {
     }
   }
 
-  // A warp copies four rows at a time, eight lanes a row. Its lanes keep the sources of all its
-  // rows between them. The rows of a stage are announced once kAhead later stages are on their way.
+  // A warp copies four rows at a time, eight lanes a row. The rows of a stage are announced once
+  // kAhead later stages are on their way.
   __device__ static void gather_tokens(Smem& smem, const Params& p, i32 warp, i32 lane) {
     constexpr i32 kRowsAtOnce = 4 * kTokenWarps;
     constexpr i32 kPasses = Config::kTileN / kRowsAtOnce;
