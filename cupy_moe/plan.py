@@ -43,6 +43,7 @@ __all__ = [
     "ScratchLayout",
     "Tiling",
     "all_specializations",
+    "choose_tiling",
     "plan_moe",
     "tile_candidates",
 ]
@@ -218,6 +219,7 @@ def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
 _WGMMA_SHARES = {8: 2.0, 16: 7.0, 32: 20.0, 64: 40.0}
 _COMPUTE_BOUND_SHARE = 128.0  # from here on larger weight tiles win over finer waves
 _TOLERATED_IDLE = 0.05  # of the multiprocessors, averaged over the waves
+_UNEVEN_TILE_N = 64  # from here on the time of a tile follows its rows in use
 _FEW_WAVES = 4.0  # up to here a fixed stride wins over taking tiles from a counter
 
 
@@ -269,6 +271,12 @@ def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
         _choose_tile_m(problem, problem.hidden_size, tile_n, device.num_sms),
         gather=tile_n < 128,
     )
+
+
+def _takes_tiles(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> bool:
+    """Whether blocks take tiles from a counter: a trip to L2 each, which uneven or many repay."""
+    waves = _expected_waves(problem, problem.fc1_rows, fc1.tile_m, fc1.tile_n, num_sms)
+    return fc1.tile_n >= _UNEVEN_TILE_N or waves > _FEW_WAVES
 
 
 def max_token_tiles(num_slots: int, local_num_experts: int, tile_n: int) -> int:
@@ -335,8 +343,7 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         fc1=fc1,
         fc2=fc2,
         fc1_grid=_persistent_grid(fc1, problem.fc1_rows, token_tiles, device.num_sms),
-        take_tiles=_expected_waves(problem, problem.fc1_rows, fc1.tile_m, tile_n, device.num_sms)
-        > _FEW_WAVES,
+        take_tiles=_takes_tiles(problem, fc1, device.num_sms),
         fc2_grid=_persistent_grid(fc2, problem.hidden_size, token_tiles, device.num_sms),
         finalize=FinalizeConfig() if problem.do_finalize else None,
         scratch=ScratchLayout.pack(_scratch_buffers(problem, capacity, token_tiles)),

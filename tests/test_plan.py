@@ -1,0 +1,104 @@
+"""Plans are pure: any problem gets a tiling that divides it, and buffers for its worst routing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupy_moe.kernels.grouped_gemm import MainloopKind
+from cupy_moe.plan import (
+    DeviceTraits,
+    MoeProblem,
+    RoutingSource,
+    all_specializations,
+    choose_tiling,
+    plan_moe,
+    tile_candidates,
+)
+from cupy_moe.types import ActivationType, RoutingMethodType
+
+H200 = DeviceTraits("sm_90a", 132)
+A100 = DeviceTraits("sm_80", 108)
+LAYER = MoeProblem(
+    num_tokens=1,
+    hidden_size=4096,
+    intermediate_size=1536,
+    num_experts=128,
+    top_k=8,
+    local_num_experts=128,
+    local_expert_offset=0,
+    activation=ActivationType.Swiglu,
+    routing_source=RoutingSource.Packed,
+    expert_weights_dtype="bfloat16",
+    scale_input=False,
+    do_finalize=True,
+    routing_method=RoutingMethodType.Unspecified,
+    num_groups=0,
+    topk_group=0,
+    norm_topk_prob=True,
+    logits_dtype=None,
+    bias_dtype=None,
+)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> MoeProblem:
+    experts = draw(st.integers(1, 512))
+    return replace(
+        LAYER,
+        num_tokens=draw(st.integers(1, 70_000)),
+        hidden_size=128 * draw(st.integers(1, 64)),
+        intermediate_size=128 * draw(st.integers(1, 64)),
+        num_experts=experts,
+        top_k=draw(st.integers(1, min(experts, 16))),
+        local_num_experts=draw(st.integers(1, experts)),
+        activation=draw(st.sampled_from([ActivationType.Swiglu, ActivationType.Relu2])),
+    )
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda d: d.arch)
+@settings(max_examples=200, deadline=None)
+@given(problem=problems())
+def test_any_problem_gets_one_of_its_candidates(device: DeviceTraits, problem: MoeProblem) -> None:
+    tiling = choose_tiling(problem, device)
+    assert tiling in tile_candidates(problem, device)
+    plan = plan_moe(problem, device)
+    assert plan.fc1.gather_tokens == (plan.expand is None)
+    for config, rows, grid in (
+        (plan.fc1, problem.fc1_rows, plan.fc1_grid),
+        (plan.fc2, problem.hidden_size, plan.fc2_grid),
+    ):
+        assert rows % config.tile_m == 0
+        # Blocks look their first tile up before they know how many there are.
+        assert 1 <= grid <= rows // config.tile_m * (plan.capacity // plan.tile_n)
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda d: d.arch)
+@settings(max_examples=50, deadline=None)
+@given(problem=problems())
+def test_every_candidate_is_compiled_ahead_of_time(
+    device: DeviceTraits, problem: MoeProblem
+) -> None:
+    compiled = set(all_specializations(device.arch))
+    for tiling in tile_candidates(problem, device):
+        plan = plan_moe(problem, device, tiling)
+        configs = [plan.permute, plan.expand, plan.fc1, plan.fc2, plan.finalize]
+        assert {config.spec() for config in configs if config is not None} <= compiled
+
+
+def test_main_loop_follows_the_architecture() -> None:
+    assert plan_moe(LAYER, H200).fc1.mainloop_kind is MainloopKind.Wgmma
+    assert plan_moe(LAYER, A100).fc1.mainloop_kind is MainloopKind.Mma
+    assert plan_moe(LAYER, DeviceTraits("sm_100a", 148)).fc1.mainloop_kind is MainloopKind.Mma
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile_n", "takes_tiles"),
+    [(1, 8, False), (16, 8, True), (64, 16, True), (256, 32, True), (8192, 128, True)],
+)
+def test_choices_that_were_measured(tokens: int, tile_n: int, takes_tiles: bool) -> None:
+    plan = plan_moe(replace(LAYER, num_tokens=tokens), H200)
+    assert (plan.tile_n, plan.take_tiles) == (tile_n, takes_tiles)
