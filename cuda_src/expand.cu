@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(Config::kNumThreads)
   const i32 first = static_cast<i32>(blockIdx.x) * kNumWarps + static_cast<i32>(threadIdx.x) / 32;
 
   ptx::griddepcontrol_wait();
+  // Not before the wait: the next kernel takes it that the permutation has ended.
   ptx::griddepcontrol_launch_dependents();
   const i32 num_rows = *p.num_n_tiles * p.tile_n;
   for (i32 row = first; row < num_rows; row += static_cast<i32>(gridDim.x) * kNumWarps) {

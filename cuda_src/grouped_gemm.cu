@@ -3,8 +3,9 @@
 // Weights are the M operand (prepared rows), tokens the N operand, so that a tile of eight tokens
 // wastes nothing. Rows are expert-sorted and padded to whole token tiles: a tile has one expert.
 // Blocks are persistent over the (token tile, weight tile) list; the counts are on the device. FC1
-// gathers token rows from the hidden states, FC2 reads FC1's rows in place. The K order of a value
-// does not depend on the tile, so neither does a single bit of the result.
+// gathers token rows from the hidden states or reads a permuted copy, FC2 reads FC1's rows in
+// place. The K order of a value does not depend on the tile, so neither does a single bit of the
+// result.
 #include "common/types.cuh"
 #include "epilogue/store.cuh"
 #include "gemm/mainloop_mma.cuh"

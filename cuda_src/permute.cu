@@ -22,9 +22,8 @@ struct Params {
   u16* expert_weights;        // [num_slots] bf16 of the packed words; null for plain ids
   i32* expanded_to_permuted;  // [num_slots] row of the slot, or -1
   i32* permuted_to_expanded;  // [padded rows] slot of the row, or -1 for padding
-  int4* tile_info;            // [token tiles] expert, its first tile, its tiles, rows in use: 1 ...
-  i32*
-      schedule;  // [3] token tiles in use; tiles that blocks of FC1 and of FC2 have taken: none yet
+  int4* tile_info;            // [token tiles] expert, its first tile, its tiles, rows in use
+  i32* schedule;              // [3] token tiles in use, tile counters of FC1 and of FC2: 0
   i32 num_slots;
   i32 local_num_experts;
   i32 local_expert_offset;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 from cupy_moe.pipeline import bind_stages, overrides, plan_for
 from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult
 from cupy_moe.results import allocate_result
@@ -33,7 +35,7 @@ class BoundLayer:
     """
 
     __slots__ = (
-        *("_binding", "_bound", "_device", "_framework", "_scratch"),
+        *("_binding", "_bound", "_device", "_framework", "_lock", "_scratch"),
         *("operands", "result", "scratch_bytes"),
     )
 
@@ -52,6 +54,7 @@ class BoundLayer:
         addresses = _addresses(operands, self.result, scratch)
         factor, pdl = operands.routed_scaling_factor, operands.enable_pdl
         self._binding = (problem, device, arch, tiling, pdl, factor, addresses)
+        self._lock = Lock()
         # A stream and the launches on it, in one attribute: threads may share a layer.
         self._bound: tuple[int | None, tuple[BoundLaunch, ...]] = (None, ())
 
@@ -82,12 +85,13 @@ class BoundLayer:
         KernelCompileError, RuntimeError
             As for `bind`, and if the driver refuses a launch.
         """
-        launches = self.bind()
-        if context_is_current(self._device):  # the usual case, without the cost of a guard
-            enqueue(launches)
-            return
-        with device_guard(self._device):
-            enqueue(launches)
+        with self._lock:  # stages of two runs must not mix, even on one stream
+            launches = self.bind()
+            if context_is_current(self._device):  # the usual case, without the cost of a guard
+                enqueue(launches)
+                return
+            with device_guard(self._device):
+                enqueue(launches)
 
     def _use_on_another_stream(self) -> None:
         """Tell allocators of memory that a stream uses besides the one it was allocated on."""

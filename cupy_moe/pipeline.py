@@ -171,6 +171,11 @@ def _weight_map(config: GemmConfig, weights: int, experts: int, rows: int, k: in
     )
 
 
+def _tile_counter(plan: MoePlan, config: GemmConfig, schedule: int) -> int:
+    """Address of a GEMM's counter: the number of token tiles, then FC1's and FC2's counters."""
+    return schedule + 4 * (1 + config.gemm_stage.value) if plan.take_tiles else 0
+
+
 def _token_map(config: GemmConfig, address: int, rows: int, k: int) -> bytes:
     """Map of [rows, k] tokens that are not gathered: boxes of rows by one step of K."""
     if config.mainloop_kind is not MainloopKind.Wgmma or config.gather_tokens:
@@ -198,7 +203,31 @@ def bind_stages(
     RuntimeError
         If a kernel would have to be loaded during a stream capture.
     """
-    at = Addresses(*addresses)
+    with device_guard(device):  # tensor maps are encoded in the device's context
+        return tuple(
+            _bind(
+                problem,
+                device,
+                arch,
+                tiling,
+                enable_pdl,
+                routed_scaling_factor,
+                Addresses(*addresses),
+                stream,
+            )
+        )
+
+
+def _bind(
+    problem: MoeProblem,
+    device: int,
+    arch: str | None,
+    tiling: Tiling | None,
+    enable_pdl: bool | None,
+    routed_scaling_factor: float,
+    at: Addresses,
+    stream: int,
+) -> list[BoundLaunch]:
     plan = plan_for(problem, device, arch, tiling)
     functions = _load(problem, device, arch, tiling, stream)
     pdl = enable_pdl is not False and capability_of(plan.arch) >= _FIRST_PDL_CAPABILITY
@@ -209,7 +238,7 @@ def bind_stages(
     weights_are_f32 = problem.expert_weights_dtype == "float32"
     packed = problem.routing_source is RoutingSource.Packed
     experts, hidden_size = problem.local_num_experts, problem.hidden_size
-    launches = []
+    launches: list[BoundLaunch] = []
 
     topk_ids = at.topk_ids
     if functions.route is not None and plan.route is not None:
@@ -281,7 +310,7 @@ def bind_stages(
             permuted_to_expanded=scratch["permuted_to_expanded"],
             tile_info=scratch["tile_info"],
             num_n_tiles=scratch["schedule"],
-            tile_counter=scratch["schedule"] + 4 if plan.take_tiles else 0,
+            tile_counter=_tile_counter(plan, plan.fc1, scratch["schedule"]),
             output_scales=at.output1_scales,
             gate_scales=at.output1_gate_scales,
             clamp_limits=at.clamp_limit,
@@ -309,7 +338,7 @@ def bind_stages(
             permuted_to_expanded=scratch["permuted_to_expanded"],
             tile_info=scratch["tile_info"],
             num_n_tiles=scratch["schedule"],
-            tile_counter=scratch["schedule"] + 8 if plan.take_tiles else 0,
+            tile_counter=_tile_counter(plan, plan.fc2, scratch["schedule"]),
             output_scales=at.output2_scales,
             gate_scales=0,
             clamp_limits=0,
@@ -340,4 +369,4 @@ def bind_stages(
                 pdl=pdl,
             )
         )
-    return tuple(launches)
+    return launches

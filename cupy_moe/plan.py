@@ -140,7 +140,7 @@ class MoeResult:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """What a plan needs to know of a GPU, or of the part of one that a stream may use."""
+    """What a plan needs to know of a GPU."""
 
     arch: str
     num_sms: int

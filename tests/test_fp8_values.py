@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cupy_moe.fused_moe import ActivationType, RoutingMethodType, execution, fp8_layers, operands
+from cupy_moe.fused_moe.settings import MoeSettings
 from cupy_moe.plan import RoutingSource
 from cupy_moe.runtime.arrays import describe
 from tests import fp8_calls
@@ -362,3 +363,17 @@ def test_more_slots_than_indices() -> None:
     assert make("op", settings, 2**27, *arguments).num_slots == 2**30
     with pytest.raises(NotImplementedError, match=r"^op: num_tokens \* top_k must be at most"):
         make("op", settings, 2**27 + 1, *arguments)
+
+
+def test_more_experts_than_the_permutation_counts() -> None:
+    def settings(experts: int) -> MoeSettings:
+        return fp8_layers.moe_settings(
+            "op", operands.ACTIVATIONS, False, 4096, 8, None, None, 128, 0, experts, False, 0, True,
+            None, 8192, 3, True,
+        )  # fmt: skip
+
+    make = execution._problem
+    arguments = (1, HIDDEN, RoutingSource.Packed, "bfloat16", None, None)
+    assert make("op", settings(2048), *arguments).local_num_experts == 2048
+    with pytest.raises(NotImplementedError, match=r"^op: local_num_experts must be at most 2048"):
+        make("op", settings(2049), *arguments)

@@ -1,9 +1,9 @@
 // Main loop for Hopper (sm_90a): weights by TMA, tokens by TMA or gathered by cp.async, products by
 // wgmma.
 //
-// The last warpgroup fills a ring of stages: its warp 0 copies weight tiles, warps 2 and 3 bring
-// token rows. The others multiply; each owns kGroupRows weight rows of the tile, all its tokens and
-// its part of the epilogue. The ring never drains between tiles.
+// The last warpgroup fills a ring of stages: its warp 0 copies weight tiles, warp 2 copies token
+// tiles or, with warp 3, gathers token rows. The others multiply; each owns kGroupRows weight rows
+// of the tile, all its tokens and its part of the epilogue. The ring never drains between tiles.
 //
 // The tensor cores keep fewer bits than FP32 between products. Every 128 of K therefore start from
 // zero and are added to FP32 accumulators.
@@ -39,7 +39,7 @@ struct MainloopWgmma {
 
   using Accumulators = float[kFragsM][kFragsN][4];
 
-  // Gathering needs an address a row. 384 threads start with 168 registers each.
+  // Gathering needs an address a row. Blocks of 384 threads start with 168 registers a thread.
   static constexpr i32 kProducerRegisters = Config::kGatherTokens ? 64 : 40;
   static constexpr i32 kConsumerRegisters = Config::kGatherTokens ? 216 : 232;
   static constexpr i32 kTokenWarps = Config::kGatherTokens ? 2 : 1;
@@ -128,16 +128,21 @@ struct MainloopWgmma {
     Ring ring;
     typename Queue::Cursor queued;
     while (tiles.locate(smem.queue.pop(queued), tile)) {
-      if (lane != 0) continue;
-      const i32 num_boxes = ceil_div(tile.num_rows, kTokenBox);
-      for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
-        ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
-        ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot], num_boxes * kTokenBox * kTileBytesK);
-        for (i32 box = 0; box < num_boxes; ++box) {
-          ptx::tma_load_2d(smem.tokens[ring.slot] + box * kTokenBox * kTileBytesK, &p.token_map,
-                           &smem.full[ring.slot], step * kTileBytesK,
-                           tile.first_row + box * kTokenBox, ptx::L2Hint::EvictNormal);
-        }
+      if (lane == 0) copy_token_tile(smem, p, tile, ring);
+      __syncwarp();
+    }
+  }
+
+  __device__ static void copy_token_tile(Smem& smem, const Params& p, const Tile& tile,
+                                         Ring& ring) {
+    const i32 num_boxes = ceil_div(tile.num_rows, kTokenBox);
+    for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
+      ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot], num_boxes * kTokenBox * kTileBytesK);
+      for (i32 box = 0; box < num_boxes; ++box) {
+        ptx::tma_load_2d(smem.tokens[ring.slot] + box * kTokenBox * kTileBytesK, &p.token_map,
+                         &smem.full[ring.slot], step * kTileBytesK,
+                         tile.first_row + box * kTokenBox, ptx::L2Hint::EvictNormal);
       }
     }
   }
@@ -147,7 +152,9 @@ struct MainloopWgmma {
   __device__ static void gather_tokens(Smem& smem, const Params& p, i32 warp, i32 lane) {
     constexpr i32 kRowsAtOnce = 4 * kTokenWarps;
     constexpr i32 kPasses = Config::kTileN / kRowsAtOnce;
-    constexpr i32 kAhead = max(1, min(4, kNumStages / 2 - 1));
+    constexpr i32 kAhead = max(1, min(Queue::kDepth, kNumStages / 2 - 1));
+    static_assert(kRowsAtOnce == 8, "rows of one pass are one atom of the swizzle");
+    static_assert(kAhead < kNumStages, "a stage is announced before its successors fill the ring");
     const i32 row = 4 * warp + lane / 8;
     const i32 vector = lane % 8;
     const i32 offset = row * kTileBytesK + ((vector ^ row) * 16);  // the 128-byte swizzle
@@ -220,6 +227,7 @@ struct MainloopWgmma {
         float partial[kN / 2];
         issue(partial, m);
         ptx::wgmma_wait_group<0>();
+        ptx::wgmma_fence_registers(partial);
 #pragma unroll
         for (i32 i = 0; i < kN / 2; ++i) acc[m][i / 4][i % 4] += partial[i];
       }
@@ -228,8 +236,8 @@ struct MainloopWgmma {
   }
 
   // The narrowest product that covers the rows in use: padding costs no tensor-core time.
-  __device__ static void multiply(Smem& smem, Ring& ring, const Group& group, i32 num_steps,
-                                  i32 num_rows, Accumulators& acc) {
+  __device__ static void multiply_rows_in_use(Smem& smem, Ring& ring, const Group& group,
+                                              i32 num_steps, i32 num_rows, Accumulators& acc) {
     if constexpr (Config::kTileN == 128) {
       if (num_rows <= 32) return multiply<32>(smem, ring, group, num_steps, acc);
       if (num_rows <= 64) return multiply<64>(smem, ring, group, num_steps, acc);
@@ -255,7 +263,7 @@ struct MainloopWgmma {
             load_token_scale<Config>(p, tile.first_row + group.thread);
       }
       Accumulators acc = {};
-      multiply(smem, ring, group, p.k / kTileBytesK, tile.num_rows, acc);
+      multiply_rows_in_use(smem, ring, group, p.k / kTileBytesK, tile.num_rows, acc);
       if constexpr (kIsFc1<Config>) group.sync();  // token_scale
       epilogue(tile, group, acc, scales);
     }
@@ -280,7 +288,7 @@ struct MainloopWgmma {
         copy_weights(smem, p);
       } else if (producer >= 2 && producer < 2 + kTokenWarps) {
         ptx::griddepcontrol_wait();
-        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_launch_dependents();  // not before: see above
         if constexpr (Config::kGatherTokens) {
           gather_tokens(smem, p, producer - 2, lane);
         } else {

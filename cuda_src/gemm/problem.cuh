@@ -16,7 +16,7 @@ struct Params {
   const i32* permuted_to_expanded;  // [permuted rows] token * top_k + slot; FC1 only
   const int4* tile_info;            // [token tiles] expert, its first tile, its tiles, rows in use
   const i32* num_n_tiles;           // [1] token tiles in use
-  u32* tile_counter;  // [1] tiles taken beyond the first of every block, or null: fixed stride
+  u32* tile_counter;  // [1] tiles taken after every block's first, or null; Hopper loop only
   const float* output_scales;  // [local_num_experts] s1 (FC1) or s2 (FC2)
   const float* gate_scales;    // [local_num_experts] sg; FC1 only
   const float* clamp_limits;   // [local_num_experts] or null: 7 / sg; SwigluStep only

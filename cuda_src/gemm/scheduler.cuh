@@ -33,11 +33,8 @@ struct TileList {
 
   // False past the end of the list.
   __device__ bool locate(u32 index, Tile& tile) const {
-    // Every block's first tile lies in the buffer, whether in use or not: no need to wait for the
-    // number of tiles before it is looked up.
-    if (index >= gridDim.x && index >= num_tiles) return false;
-    const int4 info = p.tile_info[index / num_m_tiles];
     if (index >= num_tiles) return false;
+    const int4 info = p.tile_info[index / num_m_tiles];
     const u32 first = static_cast<u32>(info.y);
     const u32 in_expert = index - first * num_m_tiles;
     const u32 band = in_expert / (kBand * num_m_tiles) * kBand;

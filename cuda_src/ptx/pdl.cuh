@@ -12,7 +12,7 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 }
 
 // Lets the dependent grid start; it still waits for this one's completion before reading its
-// results.
+// results. What had ended before this call needs no wait there.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

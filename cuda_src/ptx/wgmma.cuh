@@ -44,6 +44,13 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Keeps the compiler from reading results before the wait above it, which it does not connect.
+template <int kCount>
+__device__ __forceinline__ void wgmma_fence_registers(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // K = 32 bytes. `accumulate` false overwrites D.
 template <int kN>
 struct WgmmaE4m3;

@@ -5,12 +5,18 @@
 // lane per slot of the token. `Rule` pairs them; adding a routing method means adding a line there.
 #pragma once
 
-#include "common/math.cuh"
 #include "common/types.cuh"
 #include "common/warp.cuh"
 #include "formats/bf16.cuh"
 
 namespace cupy_moe::routing {
+
+// Logistic function as 0.5 * tanh(x / 2) + 0.5: exactly 1 for large x, exactly 0 for very negative
+// x, with an absolute resolution of about 2^-25. Routing compares these values, so which of them
+// tie is part of the definition.
+__device__ __forceinline__ float sigmoid_tanh(float x) {
+  return 0.5f * tanhf(0.5f * x) + 0.5f;
+}
 
 // ---- key policies: to_keys(float (&scores)[rows], bias(row)) ----
 

@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 from typing import Protocol
 
 from cupy_moe.fused_moe.settings import MoeSettings
+from cupy_moe.kernels.permute import MAX_LOCAL_EXPERTS
 from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult, RoutingSource
 from cupy_moe.results import allocate_result
 from cupy_moe.runtime.arrays import HOST
@@ -35,6 +36,11 @@ def _problem(
         raise NotImplementedError(
             f"{operation}: num_tokens * top_k must be at most {_MAX_SLOTS}, got "
             f"{num_tokens} * {s.top_k}. Split the tokens over several calls."
+        )
+    if s.local_num_experts > MAX_LOCAL_EXPERTS:
+        raise NotImplementedError(
+            f"{operation}: local_num_experts must be at most {MAX_LOCAL_EXPERTS}, got "
+            f"{s.local_num_experts}. Split the experts over several calls and add the outputs."
         )
     from_logits = source is RoutingSource.Logits
     is_grouped = from_logits and s.is_grouped

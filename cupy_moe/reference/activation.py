@@ -86,7 +86,7 @@ def _swiglu(up: F64, gate: F64, s: ActivationScalars) -> F64:
 
 def _swiglu_step(up: F64, gate: F64, s: ActivationScalars) -> F64:
     limit = 7.0 / s.gate_scale if s.limit is None else s.limit
-    capped = np.minimum(_silu(s.gate_scale * gate), limit * s.gate_scale)  # after the silu
+    capped = _clamp_above(_silu(s.gate_scale * gate), limit * s.gate_scale)  # after the silu
     return _clamp(up, limit) * capped
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -214,28 +216,60 @@ def test_a_plan_dropped_with_work_on_a_side_stream() -> None:
     assert_same(output, expected)
 
 
-@each_library
-def test_two_threads_with_a_plan_each(library: str) -> None:
-    calls = [small_arguments(65, seed=seed) for seed in (1, 2)]
-    expected = [eager(call, library) for call in calls]
+def run_in_threads(*works: Callable[[], None]) -> None:
+    """Run at the same time; raises if one of them did."""
     wrong: list[str] = []
 
-    def work(index: int) -> None:
+    def guarded(work: Callable[[], None]) -> None:
         try:
-            plan = plan_routed_moe(**move_arguments(calls[index], library))
-            for _ in range(50):
-                with side_stream(library):
-                    plan.run()
-                assert_same(plan.output, expected[index])
+            work()
         except BaseException as error:
             wrong.append(repr(error))
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_new_arrays_in_a_thread_without_a_context() -> None:
+    """Tensor maps of arrays that this thread is the first to pass on."""
+    call = small_arguments(65, seed=4)
+    expected = eager(call, "torch")
+    arguments = move_arguments(call, "torch")
+    output = full((65, HIDDEN), np.nan, BF16, "torch")
+    run_in_threads(lambda: routed_moe(**arguments, output=output))
+    assert_same(output, expected)
+
+
+def test_two_threads_with_one_plan() -> None:
+    """The stages of their runs must not mix: FC2 overwrites the copied rows that FC1 reads."""
+    call = small_arguments(1000, seed=5)
+    plan = plan_routed_moe(**move_arguments(call, "torch"))
+
+    def work() -> None:
+        for _ in range(200):
+            plan.run()
+
+    run_in_threads(work, work)
+    assert_same(plan.output, eager(call, "torch"))
+
+
+@each_library
+def test_two_threads_with_a_plan_each(library: str) -> None:
+    calls = [small_arguments(65, seed=seed) for seed in (1, 2)]
+    expected = [eager(call, library) for call in calls]
+
+    def work(index: int) -> None:
+        plan = plan_routed_moe(**move_arguments(calls[index], library))
+        for _ in range(50):
+            with side_stream(library):
+                plan.run()
+            assert_same(plan.output, expected[index])
+
+    run_in_threads(partial(work, 0), partial(work, 1))
 
 
 @pytest.mark.parametrize("do_finalize", [True, False])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupy_moe import pipeline
+from cupy_moe import plan as plan_module
 from cupy_moe.plan import DeviceTraits, MoePlan, MoeProblem, Tiling, tile_candidates
 from cupy_moe.runtime.devices import compute_capability
 from cupy_moe.runtime.jit import arch_for
@@ -57,7 +58,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MoeProblem, DeviceTra
         problems.append((problem, device))
         return original(problem, device, tiling)
 
-    original = pipeline.plan_moe
+    original = plan_module.plan_moe
     monkeypatch.setattr(pipeline, "plan_moe", plan)
     pipeline.plan_for.cache_clear()
     return problems
@@ -82,8 +83,12 @@ def test_same_bits(shape: Shape, evidence: Evidence, monkeypatch: pytest.MonkeyP
     candidates = tile_candidates(*problems[0])
     if arch_for(compute_capability(0)) == "sm_90a":
         assert len(candidates) > 20
-    for tiling in candidates:
-        output = full(chosen.shape, np.nan, BF16, "torch")
-        with pipeline.tiled_as(tiling):
-            routed_moe(**arguments, output=output)
-        assert_bit_equal(output, chosen, f"tiling {tiling}")
+    for takes_tiles in (False, True):
+        monkeypatch.setattr(plan_module, "_takes_tiles", lambda *_, taken=takes_tiles: taken)
+        for cached in (plan_module.plan_moe, pipeline.plan_for, pipeline.bind_stages):
+            cached.cache_clear()
+        for tiling in candidates:
+            output = full(chosen.shape, np.nan, BF16, "torch")
+            with pipeline.tiled_as(tiling):
+                routed_moe(**arguments, output=output)
+            assert_bit_equal(output, chosen, f"tiling {tiling}, takes tiles: {takes_tiles}")
