@@ -159,16 +159,15 @@ class Addresses(NamedTuple):
     expanded_to_permuted: int
 
 
-def _weight_map(config: GemmConfig, weights: int, experts: int, rows: int, k: int) -> bytes:
+def _weight_map(
+    device: int, config: GemmConfig, weights: int, experts: int, rows: int, k: int
+) -> bytes:
     """Map of [experts, rows, k] weights: boxes of tile_m rows by one step of K."""
     if config.mainloop_kind is not MainloopKind.Wgmma:
         return NO_TENSOR_MAP
-    return encode_tensor_map(
-        weights,
-        (TILE_K, rows, k // TILE_K, experts),
-        (k, TILE_K, rows * k),
-        (TILE_K, config.tile_m, 1, 1),
-    )
+    shape, strides = (TILE_K, rows, k // TILE_K, experts), (k, TILE_K, rows * k)
+    with device_guard(device):
+        return encode_tensor_map(weights, shape, strides, (TILE_K, config.tile_m, 1, 1))
 
 
 def _tile_counter(plan: MoePlan, config: GemmConfig, schedule: int) -> int:
@@ -176,11 +175,12 @@ def _tile_counter(plan: MoePlan, config: GemmConfig, schedule: int) -> int:
     return schedule + 4 * (1 + config.gemm_stage.value) if plan.take_tiles else 0
 
 
-def _token_map(config: GemmConfig, address: int, rows: int, k: int) -> bytes:
+def _token_map(device: int, config: GemmConfig, address: int, rows: int, k: int) -> bytes:
     """Map of [rows, k] tokens that are not gathered: boxes of rows by one step of K."""
     if config.mainloop_kind is not MainloopKind.Wgmma or config.gather_tokens:
         return NO_TENSOR_MAP
-    return encode_tensor_map(address, (k, rows), (k,), (TILE_K, config.token_box))
+    with device_guard(device):
+        return encode_tensor_map(address, (k, rows), (k,), (TILE_K, config.token_box))
 
 
 @lru_cache(maxsize=_MAX_BOUND_LAYERS)
@@ -203,31 +203,7 @@ def bind_stages(
     RuntimeError
         If a kernel would have to be loaded during a stream capture.
     """
-    with device_guard(device):  # tensor maps are encoded in the device's context
-        return tuple(
-            _bind(
-                problem,
-                device,
-                arch,
-                tiling,
-                enable_pdl,
-                routed_scaling_factor,
-                Addresses(*addresses),
-                stream,
-            )
-        )
-
-
-def _bind(
-    problem: MoeProblem,
-    device: int,
-    arch: str | None,
-    tiling: Tiling | None,
-    enable_pdl: bool | None,
-    routed_scaling_factor: float,
-    at: Addresses,
-    stream: int,
-) -> list[BoundLaunch]:
+    at = Addresses(*addresses)
     plan = plan_for(problem, device, arch, tiling)
     functions = _load(problem, device, arch, tiling, stream)
     pdl = enable_pdl is not False and capability_of(plan.arch) >= _FIRST_PDL_CAPABILITY
@@ -301,9 +277,9 @@ def _bind(
             functions.fc1,
             plan.fc1,
             plan.fc1_grid,
-            token_map=_token_map(plan.fc1, tokens, plan.capacity, hidden_size),
+            token_map=_token_map(device, plan.fc1, tokens, plan.capacity, hidden_size),
             weight_map=_weight_map(
-                plan.fc1, at.gemm1_weights, experts, problem.fc1_rows, hidden_size
+                device, plan.fc1, at.gemm1_weights, experts, problem.fc1_rows, hidden_size
             ),
             weights=at.gemm1_weights,
             tokens=tokens,
@@ -328,10 +304,10 @@ def _bind(
             plan.fc2,
             plan.fc2_grid,
             token_map=_token_map(
-                plan.fc2, scratch["intermediate"], plan.capacity, problem.intermediate_size
+                device, plan.fc2, scratch["intermediate"], plan.capacity, problem.intermediate_size
             ),
             weight_map=_weight_map(
-                plan.fc2, at.gemm2_weights, experts, hidden_size, problem.intermediate_size
+                device, plan.fc2, at.gemm2_weights, experts, hidden_size, problem.intermediate_size
             ),
             weights=at.gemm2_weights,
             tokens=scratch["intermediate"],
@@ -369,4 +345,4 @@ def _bind(
                 pdl=pdl,
             )
         )
-    return launches
+    return tuple(launches)

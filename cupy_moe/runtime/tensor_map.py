@@ -45,7 +45,8 @@ def encode_tensor_map(
 
     Notes
     -----
-    A pure function of its arguments: the map holds the address, nothing behind it.
+    A pure function of its arguments: the map holds the address, nothing behind it. The driver wants
+    some context of a Hopper GPU to be current.
     """
     driver = import_driver()
     rank = len(shape)
