@@ -195,14 +195,13 @@ class _Matrix:
             _refuse(f"{self.name}_weight", rule, self.rows // 2)
 
     def _check_cut_of_k(self) -> None:
+        """Blocks and scales; I is a multiple of 16 by the FC1 rule, so half of it is whole bytes."""
         half, block = self.columns // 2, self.layout.block_major_k_bytes
-        bits = half * self.layout.storage_bits
+        num_bytes = half * self.layout.storage_bits // 8
         next_step = "Pass strategy 'tp_n_tp_n'."
-        if bits % 8:
-            _refuse(f"{self.name}_weight", "have whole bytes in half a row", f"{bits} bits")
-        if block is not None and (bits // 8) % block:
+        if block is not None and num_bytes % block:
             rule = f"have whole blocks of {block} bytes in half a row"
-            _refuse(f"{self.name}_weight", rule, f"{bits // 8} bytes", next_step)
+            _refuse(f"{self.name}_weight", rule, f"{num_bytes} bytes", next_step)
         group = self.layout.scale_k_group_size
         if group is not None and half % (group * SCALE_TILE_COLUMNS):
             rule = f"have whole tiles of {SCALE_TILE_COLUMNS} scales, {group} columns each, in "
