@@ -195,7 +195,7 @@ class _Matrix:
             _refuse(f"{self.name}_weight", rule, self.rows // 2)
 
     def _check_cut_of_k(self) -> None:
-        """Blocks and scales; I is a multiple of 16 by the FC1 rule, so half of it is whole bytes."""
+        """Blocks and scales; half of I is whole bytes, as I is whole shuffle blocks of FC1."""
         half, block = self.columns // 2, self.layout.block_major_k_bytes
         num_bytes = half * self.layout.storage_bits // 8
         next_step = "Pass strategy 'tp_n_tp_n'."
