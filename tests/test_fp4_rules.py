@@ -25,7 +25,9 @@ from tests.fp4_calls import (
     case_of,
     every_argument,
     fp4_arguments,
+    run,
 )
+from tests.fp4_calls import __file__ as calls_file
 from tests.moe_cases import STRATEGIES, fp4_call
 
 NOT_SUPPORTED = NotImplementedError
@@ -317,3 +319,22 @@ def test_blocks_do_not_cross_the_cut_of_k() -> None:
         )
     arguments["gemm1_weights_scale"] = [x.copy() for x in arguments["gemm1_weights_scale"]]
     assert_refused("tp_n_tp_k", arguments, ValueError, r"gemm2_weights\[0\] .* of the 32 in a row")
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_groups_of_llama4_are_a_warning_to_the_caller(form: str) -> None:
+    arguments = fp4_arguments("bf16", case_of("bf16", "logits_llama4"), form, n_group=2)
+    with pytest.warns(UserWarning, match="Llama4 .* ignores n_group") as caught:
+        run(form, arguments)
+    assert caught[0].filename == calls_file
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_limits_of_routing_hold_for_logits_only(form: str) -> None:
+    grouped = {"routing_method_type": 2, "n_group": 3, "topk_group": 1}
+    accepted(form, every_argument("bf16", form) | grouped)
+    arguments = fp4_arguments("bf16", case_of("bf16", "logits_topk_raw"), form) | grouped
+    assert_refused(form, arguments, ValueError, "needs num_experts % n_group == 0")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
-from cupy_moe.runtime.arrays import HOST
+from cupy_moe.runtime.arrays import HOST, CupyFramework
 from cupy_moe.runtime.streams import Event, StreamInfo, inspect_stream, stream_handle
 
 __all__ = ["MoePartitionResources"]
+
+Topology: TypeAlias = tuple[tuple[str, int, int, int, int], ...]
 
 _NAME = "MoePartitionResources"
 
@@ -66,7 +68,8 @@ class MoePartitionResources:
         handles = tuple(map(_cuda_handle, self.streams))
         self._mutex = Lock()
         self._handles: tuple[int, ...] = tuple(h for h in handles if h is not None)
-        self.device, self.topology = HOST, ()
+        self.device = HOST
+        self.topology: Topology = ()
         if not self._handles:
             return
         if len(self._handles) == 1:
@@ -80,8 +83,6 @@ class MoePartitionResources:
         self.device, self.topology = infos[0].device, _topology(infos)
         self._forked = Event(self.device)
         self._done = Event(self.device), Event(self.device)
-
-    topology: tuple[tuple[str, int, int, int, int], ...]
 
     def fork(self, caller: Any = None) -> None:
         """Let both streams wait for what the caller's stream has been given so far.
@@ -124,8 +125,6 @@ class MoePartitionResources:
 
     def _caller_handle(self, caller: Any) -> int:
         if caller is None:
-            from cupy_moe.runtime.arrays import CupyFramework
-
             return CupyFramework().current_stream(self.device)
         handle = stream_handle(caller, f"{_NAME}: caller")
         device = inspect_stream(handle).device
@@ -159,7 +158,7 @@ def _check_green(infos: list[StreamInfo]) -> None:
         )
 
 
-def _topology(infos: list[StreamInfo]) -> tuple[tuple[str, int, int, int, int], ...]:
+def _topology(infos: list[StreamInfo]) -> Topology:
     contexts = list(dict.fromkeys(info.context for info in infos))
     handles = list(dict.fromkeys(info.handle for info in infos))
     return tuple(
