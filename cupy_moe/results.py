@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult
+from cupy_moe.plan import MoeProblem, MoeResult
+from cupy_moe.runtime.arrays import ArrayRef
 
-__all__ = ["allocate_result", "owners"]
+__all__ = ["allocate_result", "owners", "owners_list"]
 
 
-def allocate_result(problem: MoeProblem, operands: MoeOperands, capacity: int) -> MoeResult:
+class ResultOperands(Protocol):
+    """What results are made from: `cupy_moe.plan.MoeOperands` or those of another operation."""
+
+    @property
+    def hidden_states(self) -> ArrayRef:
+        """Array whose library and device the results have."""
+
+    @property
+    def topk_weights(self) -> ArrayRef | None:
+        """Weights of the slots, if the caller gave them."""
+
+    @property
+    def output(self) -> ArrayRef | None:
+        """The caller's output."""
+
+
+def allocate_result(problem: MoeProblem, operands: ResultOperands, capacity: int) -> MoeResult:
     """Make what a layer fills; arrays that the caller gave for it are taken as they are.
 
     Parameters
     ----------
     problem : MoeProblem
-    operands : MoeOperands
+    operands : ResultOperands
     capacity : int
         Rows of the permuted buffers.
 
@@ -32,8 +49,9 @@ def allocate_result(problem: MoeProblem, operands: MoeOperands, capacity: int) -
             output = empty((problem.num_tokens, problem.hidden_size), "bfloat16", device)
         return MoeResult(output=output)
     weights = operands.topk_weights
-    if weights is None:
-        weights = empty((problem.num_tokens, problem.top_k), "bfloat16", device)
+    dtype = problem.expert_weights_dtype
+    if weights is None or weights.dtype != dtype:
+        weights = empty((problem.num_tokens, problem.top_k), dtype, device)
     return MoeResult(
         gemm2_output=empty((capacity, problem.hidden_size), "bfloat16", device),
         expert_weights=weights,
@@ -51,3 +69,9 @@ def owners(result: MoeResult) -> Any:
     assert weights is not None
     assert permutation is not None
     return [rows.owner, weights.owner, permutation.owner]
+
+
+def owners_list(result: MoeResult) -> list[Any]:
+    """Like `owners`, for operations that hand back a list of one."""
+    returned = owners(result)
+    return returned if isinstance(returned, list) else [returned]

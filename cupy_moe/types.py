@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["ActivationType", "RoutingMethodType", "WeightLayout"]
+__all__ = ["ActivationType", "RoutingInputMode", "RoutingMethodType", "WeightLayout"]
 
 
 class RoutingMethodType(IntEnum):
@@ -25,6 +25,14 @@ class RoutingMethodType(IntEnum):
     Sigmoid = 8  # top-k of sigmoids, sigmoid weights
     TopKSigmoid = 9  # top-k of the logits, sigmoid weights
     Unspecified = 10
+
+
+class RoutingInputMode(IntEnum):
+    """Where the unpartitioned FP4 operation takes expert ids and weights from."""
+
+    FromLogits = 0  # routing_logits
+    PackedPrecomputed = 1  # topk_ids, words of id and BF16 weight
+    UnpackedPrecomputed = 2  # topk_ids and topk_weights
 
 
 class ActivationType(IntEnum):

@@ -27,10 +27,14 @@ __all__ = [
     "BF16",
     "BF16_OR_F32",
     "E4M3",
+    "E4M3_SCALES",
     "F32",
     "INT16",
     "INT32",
+    "PACKED_FP4",
+    "UE8M0_SCALES",
     "VECTOR_ALIGNMENT",
+    "ArgumentKindError",
     "ArrayLike",
     "Checker",
     "flag",
@@ -54,11 +58,18 @@ BF16_OR_F32 = ("bfloat16", "float32")
 INT16 = ("int16",)
 INT32 = ("int32",)
 BYTES = ("uint8", "int8")
+PACKED_FP4 = ("uint8",)  # two E2M1 codes
+E4M3_SCALES = ("float8_e4m3fn", "uint8")
+UE8M0_SCALES = ("float8_e8m0fnu", "float8_e4m3fn", "uint8")  # bytes, however they are typed
 
 VECTOR_ALIGNMENT = 16  # bytes; kernels access matrices by vectors and bulk copies
 WORKSPACE_ALIGNMENT = 256  # bytes
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
+
+
+class ArgumentKindError(TypeError, ValueError):
+    """An array of another dtype, or no array: the FP4 operations call every such argument bad."""
 
 
 # --- plain values ---------------------------------------------------------------------------------
@@ -148,7 +159,9 @@ def require_supported_device(operation: str, device: int) -> None:
 
 def _conversion(name: str, dtypes: tuple[str, ...], got: str) -> str:
     dtype = dtypes[0]
-    if dtypes == E4M3:
+    if dtypes == PACKED_FP4:
+        return "Quantize and pack with cupy_moe.weights."
+    if dtypes in (E4M3, E4M3_SCALES, UE8M0_SCALES):
         view = f"{name}.view(ml_dtypes.{dtype}) or {name}.view(torch.{dtype})"
         return f"View the codes: {view}." if got in BYTES else "Quantize with cupy_moe.weights."
     return f'Convert with {name}.astype("{dtype}") or {name}.to(torch.{dtype}).'
@@ -161,6 +174,8 @@ class Checker:
     ----------
     operation : str
         Public name of the operation, first in every message.
+    kind_error : type of exception
+        Raised for what is no array or has another dtype.
 
     Attributes
     ----------
@@ -170,16 +185,22 @@ class Checker:
         Argument that the device was taken from.
     """
 
-    __slots__ = ("anchor_name", "device", "operation")
+    __slots__ = ("anchor_name", "device", "kind_error", "operation")
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, kind_error: type[Exception] = TypeError) -> None:
         self.operation = operation
+        self.kind_error = kind_error
         self.device: int | None = None
         self.anchor_name = ""
 
     def describe(self, name: str, value: ArrayLike) -> ArrayRef:
-        """Describe an argument that must be an array, of any shape; ``TypeError`` if it is none."""
-        return describe(value, f"{self.operation}: {name}")
+        """Describe an argument that must be an array, of any shape."""
+        try:
+            return describe(value, f"{self.operation}: {name}")
+        except TypeError as error:
+            if self.kind_error is TypeError:
+                raise
+            raise self.kind_error(str(error)) from error
 
     def anchor(self, name: str, value: ArrayLike) -> ArrayRef:
         """Describe the argument on whose device every other array must be."""
@@ -224,7 +245,7 @@ class Checker:
         Raises
         ------
         TypeError
-            No array, or of another dtype.
+            No array, or of another dtype (or what the checker was told to raise).
         ValueError
             Another shape or device, gaps between the elements, or a misaligned address.
         """
@@ -260,7 +281,7 @@ class Checker:
         """Raise for the first broken rule; return if the array is unusual but within the rules."""
         if ref.dtype not in dtypes:
             conversion = _conversion(name, dtypes, ref.dtype)
-            self.refuse(TypeError, name, f"be {' or '.join(dtypes)}", ref.dtype, conversion)
+            self.refuse(self.kind_error, name, f"be {' or '.join(dtypes)}", ref.dtype, conversion)
         if ref.shape != shape:
             self.refuse(
                 ValueError, name, f"be {symbols} = {tuple(shape)}", str(tuple(ref.shape)), hint
@@ -294,14 +315,31 @@ class Checker:
         name: str,
         value: ArrayLike,
         dtypes: tuple[str, ...],
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         symbols: str,
     ) -> ArrayRef:
-        """Like `array` for a matrix that may have more rows than ``shape`` says."""
+        """Like `array` for one that may be longer along the first axis than ``shape`` says."""
         ref = self.describe(name, value)
         has_more = len(ref.shape) == len(shape) and ref.shape[0] > shape[0]
-        self.array(name, ref, dtypes, (ref.shape[0], shape[1]) if has_more else shape, symbols)
+        self.array(name, ref, dtypes, (ref.shape[0], *shape[1:]) if has_more else shape, symbols)
         return ref
+
+    def bytes_of(
+        self,
+        name: str,
+        value: ArrayLike,
+        dtypes: tuple[str, ...],
+        sizes: tuple[int, ...],
+        symbols: str,
+        *,
+        align: int = 0,
+    ) -> ArrayRef:
+        """Like `array` for one of any shape with one of several numbers of elements."""
+        ref = self.describe(name, value)
+        if ref.dtype in dtypes and ref.size not in sizes:
+            rule = f"have {symbols} = {' or '.join(map(str, sizes))} elements"
+            self.refuse(ValueError, name, rule, f"{ref.size} in shape {tuple(ref.shape)}")
+        return self.array(name, ref, dtypes, ref.shape, symbols, align=align)
 
     def workspace(self, name: str, value: ArrayLike) -> ArrayRef:
         """Scratch memory: 1-D contiguous bytes, base aligned to 256 bytes."""

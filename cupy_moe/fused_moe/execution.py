@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Protocol
 
+from cupy_moe.fused_moe.fp4_operands import Fp4Mode, Fp4Operands
 from cupy_moe.fused_moe.settings import MoeSettings
 from cupy_moe.kernels.permute import MAX_LOCAL_EXPERTS
 from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult, RoutingSource
@@ -14,7 +15,7 @@ from cupy_moe.runtime.arrays import HOST
 from cupy_moe.types import RoutingMethodType
 from cupy_moe.validate import require_supported_device
 
-__all__ = ["Layer", "bind"]
+__all__ = ["Layer", "bind", "bind_fp4"]
 
 _MAX_SLOTS = 2**30  # permuted rows, padding included, are counted in int32
 
@@ -69,9 +70,12 @@ def _problem(
 class Layer(Protocol):
     """A layer on fixed arrays, checked, with its results allocated."""
 
-    operands: MoeOperands
     result: MoeResult
     scratch_bytes: int
+
+    @property
+    def operands(self) -> MoeOperands | Fp4Operands:
+        """The arrays."""
 
     def bind(self) -> object:
         """Load what the layer needs, for the current stream."""
@@ -91,25 +95,70 @@ def bind(operation: str, settings: MoeSettings, operands: MoeOperands) -> Layer:
     operands : MoeOperands
         Checked, routing included.
     """
-    hidden, logits, bias = operands.hidden_states, operands.routing_logits, operands.routing_bias
     weights = operands.topk_weights
+    dtype = "bfloat16" if weights is None else weights.dtype
+    num_tokens, hidden_size = operands.hidden_states.shape
+    problem = _problem_of(operation, settings, operands, hidden_size, dtype)
+    backend = _backend(operation, operands.hidden_states.device)
+    return backend(problem, operands) if num_tokens else _EmptyLayer(problem, operands)
+
+
+def bind_fp4(operation: str, settings: MoeSettings, operands: Fp4Operands) -> Layer:
+    """Make the FP4 layer of a call, which arrays in host memory have so far.
+
+    Parameters
+    ----------
+    operation : str
+        Public name, for messages.
+    settings : MoeSettings
+    operands : Fp4Operands
+        Checked, routing included.
+
+    Raises
+    ------
+    NotImplementedError
+        The arrays are in CUDA memory.
+    """
+    hidden, weights = operands.hidden_states, operands.topk_weights
+    if hidden.device != HOST:
+        raise NotImplementedError(
+            f"{operation}: only arrays in host memory run yet, hidden_states is on "
+            f"{hidden.device_name}. Bring all arrays to the host, x.cpu() in torch or x.get() in "
+            "CuPy, to run the NumPy reference."
+        )
+    is_rounded = weights is None or operands.mode is Fp4Mode.Nvfp4
+    dtype = "bfloat16" if weights is None or is_rounded else weights.dtype
+    problem = _problem_of(operation, settings, operands, operands.hidden_size, dtype)
+    if not problem.num_tokens:
+        return _EmptyLayer(problem, operands)
+    from cupy_moe.fused_moe.host import Fp4HostLayer
+
+    return Fp4HostLayer(problem, operands)
+
+
+def _problem_of(
+    operation: str,
+    settings: MoeSettings,
+    operands: MoeOperands | Fp4Operands,
+    hidden_size: int,
+    weights_dtype: str,
+) -> MoeProblem:
+    logits, bias = operands.routing_logits, operands.routing_bias
     if logits is not None:
         source = RoutingSource.Logits
     else:
-        source = RoutingSource.Packed if weights is None else RoutingSource.Unpacked
-    num_tokens, hidden_size = hidden.shape
-    problem = _problem(
+        is_packed = operands.topk_weights is None
+        source = RoutingSource.Packed if is_packed else RoutingSource.Unpacked
+    return _problem(
         operation,
         settings,
-        num_tokens,
+        operands.hidden_states.shape[0],
         hidden_size,
         source,
-        "bfloat16" if weights is None else weights.dtype,
+        weights_dtype,
         None if logits is None else logits.dtype,
         None if bias is None else bias.dtype,
     )
-    backend = _backend(operation, hidden.device)
-    return backend(problem, operands) if num_tokens else _EmptyLayer(problem, operands)
 
 
 @cache
@@ -117,9 +166,9 @@ def _backend(operation: str, device: int) -> Callable[[MoeProblem, MoeOperands],
     """Check a device and import its backend, when an array comes in that needs it."""
     require_supported_device(operation, device)
     if device == HOST:
-        from cupy_moe.fused_moe.host import HostLayer
+        from cupy_moe.fused_moe.host import Fp8HostLayer
 
-        return HostLayer
+        return Fp8HostLayer
     from cupy_moe.bound_layer import BoundLayer
 
     return BoundLayer
@@ -128,7 +177,7 @@ def _backend(operation: str, device: int) -> Callable[[MoeProblem, MoeOperands],
 class _EmptyLayer:
     """Layer without tokens, which nothing is launched for."""
 
-    def __init__(self, problem: MoeProblem, operands: MoeOperands) -> None:
+    def __init__(self, problem: MoeProblem, operands: MoeOperands | Fp4Operands) -> None:
         self.operands = operands
         self.result = allocate_result(problem, operands, 0)
         self.scratch_bytes = 0

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from cupy_moe.formats import decode_bf16, encode_bf16
+from cupy_moe.fused_moe.fp4_operands import Fp4Operands, PreparedMatrix
 from cupy_moe.plan import MoeOperands, MoeProblem, RoutingSource, max_token_tiles
-from cupy_moe.reference.moe import DEFAULT_TILE, fp8_moe
+from cupy_moe.reference.moe import DEFAULT_TILE, fp4_moe, fp8_moe
 from cupy_moe.reference.routing import decode_packed, select_experts
 from cupy_moe.results import allocate_result
 from cupy_moe.runtime.arrays import ArrayRef, to_numpy
 
-__all__ = ["HostLayer"]
+__all__ = ["Fp4HostLayer", "Fp8HostLayer"]
+
+I32: TypeAlias = NDArray[np.int32]
+F32: TypeAlias = NDArray[np.float32]
+Computed: TypeAlias = "NDArray[np.uint16] | tuple[NDArray[np.uint16], I32]"
+OperandsT = TypeVar("OperandsT", MoeOperands, Fp4Operands)
 
 
-class HostLayer:
+class _HostLayer(ABC, Generic[OperandsT]):
     """One layer on fixed arrays in host memory, like `cupy_moe.bound_layer.BoundLayer`.
 
     Parameters
     ----------
     problem : MoeProblem
         At least one token.
-    operands : MoeOperands
+    operands : MoeOperands or Fp4Operands
         Checked arguments; ``enable_pdl`` and ``workspace_buffer`` have no effect here.
 
     Attributes
     ----------
-    operands : MoeOperands
+    operands : MoeOperands or Fp4Operands
     result : MoeResult
         New arrays come from the library of ``hidden_states``.
     scratch_bytes : int
@@ -39,8 +46,9 @@ class HostLayer:
 
     __slots__ = ("_problem", "operands", "result", "scratch_bytes")
 
-    def __init__(self, problem: MoeProblem, operands: MoeOperands) -> None:
-        self._problem, self.operands = problem, operands
+    def __init__(self, problem: MoeProblem, operands: OperandsT) -> None:
+        self._problem = problem
+        self.operands: OperandsT = operands
         tiles = max_token_tiles(problem.num_slots, problem.local_num_experts, DEFAULT_TILE)
         self.result = allocate_result(problem, operands, tiles * DEFAULT_TILE)
         self.scratch_bytes = 0
@@ -52,45 +60,82 @@ class HostLayer:
         """Run the reference; the results are there on return."""
         problem, operands, result = self._problem, self.operands, self.result
         ids, weights = _routing(problem, operands)
-        computed = _run(problem, operands, ids, weights)
+        computed = self._compute(ids, weights)
         if isinstance(computed, np.ndarray):
             _fill(result.output, computed.view(ml_dtypes.bfloat16))
             return
         rows, expanded_to_permuted = computed
         _fill(result.gemm2_output, rows.view(ml_dtypes.bfloat16))
         _fill(result.expanded_idx_to_permuted_idx, expanded_to_permuted)
-        if operands.topk_weights is None:
+        if result.expert_weights is not operands.topk_weights:
             _fill(result.expert_weights, encode_bf16(weights).view(ml_dtypes.bfloat16))
 
-
-def _run(
-    problem: MoeProblem,
-    operands: MoeOperands,
-    ids: NDArray[np.int32],
-    weights: NDArray[np.float32],
-) -> NDArray[np.uint16] | tuple[NDArray[np.uint16], NDArray[np.int32]]:
-    limit = operands.clamp_limit
-    return fp8_moe(
-        _raw(operands.hidden_states),
-        _raw(operands.gemm1_weights),
-        _raw(operands.gemm2_weights),
-        to_numpy(operands.output1_scales),
-        to_numpy(operands.output1_gate_scales),
-        to_numpy(operands.output2_scales),
-        ids,
-        weights,
-        activation=problem.activation,
-        num_experts=problem.num_experts,
-        local_expert_offset=problem.local_expert_offset,
-        clamp_limit=None if limit is None else to_numpy(limit),
-        scale_input=problem.scale_input,
-        do_finalize=problem.do_finalize,
-    )
+    @abstractmethod
+    def _compute(self, ids: I32, weights: F32) -> Computed:
+        """Output, or rows and their map, by the reference of the operation."""
 
 
-def _routing(
-    problem: MoeProblem, operands: MoeOperands
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+class Fp8HostLayer(_HostLayer[MoeOperands]):
+    """Layer of the FP8 operations."""
+
+    __slots__ = ()
+
+    def _compute(self, ids: I32, weights: F32) -> Computed:
+        problem, o = self._problem, self.operands
+        return fp8_moe(
+            _raw(o.hidden_states),
+            _raw(o.gemm1_weights),
+            _raw(o.gemm2_weights),
+            to_numpy(o.output1_scales),
+            to_numpy(o.output1_gate_scales),
+            to_numpy(o.output2_scales),
+            ids,
+            weights,
+            activation=problem.activation,
+            num_experts=problem.num_experts,
+            local_expert_offset=problem.local_expert_offset,
+            clamp_limit=_optional(o.clamp_limit),
+            scale_input=problem.scale_input,
+            do_finalize=problem.do_finalize,
+        )
+
+
+class Fp4HostLayer(_HostLayer[Fp4Operands]):
+    """Layer of the FP4 operations; partitions are computed one after the other."""
+
+    __slots__ = ()
+
+    def _compute(self, ids: I32, weights: F32) -> Computed:
+        problem, o = self._problem, self.operands
+        return fp4_moe(
+            _raw(o.hidden_states),
+            None if o.hidden_states_scale is None else _raw(o.hidden_states_scale),
+            *_codes_and_scales(o.gemm1),
+            *_codes_and_scales(o.gemm2),
+            to_numpy(o.output1_scales),
+            to_numpy(o.output1_gate_scales),
+            to_numpy(o.output2_scales),
+            ids,
+            weights,
+            mode=o.mode.value,
+            activation=problem.activation,
+            num_experts=problem.num_experts,
+            local_expert_offset=problem.local_expert_offset,
+            strategy=o.strategy or "tp_n_tp_n",  # without partitions there is nothing to choose
+            alpha=_optional(o.alpha),
+            beta=_optional(o.beta),
+            clamp_limit=_optional(o.clamp_limit),
+            do_finalize=problem.do_finalize,
+        )
+
+
+def _codes_and_scales(
+    partitions: tuple[PreparedMatrix, ...],
+) -> tuple[list[NDArray[np.uint8]], list[NDArray[np.uint8]]]:
+    return [_raw(p.weights) for p in partitions], [_raw(p.scales) for p in partitions]
+
+
+def _routing(problem: MoeProblem, operands: MoeOperands | Fp4Operands) -> tuple[I32, F32]:
     """Global expert ids and FP32 weights (BF16 ones widened) of every slot, both (T, K)."""
     if problem.routing_source is RoutingSource.Logits:
         return _select(problem, operands)
@@ -102,9 +147,7 @@ def _routing(
     return ids, _as_f32(operands.topk_weights)
 
 
-def _select(
-    problem: MoeProblem, operands: MoeOperands
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def _select(problem: MoeProblem, operands: MoeOperands | Fp4Operands) -> tuple[I32, F32]:
     assert operands.routing_logits is not None
     bias, replay = operands.routing_bias, operands.routing_replay_out
     ids, weights = select_experts(
@@ -122,15 +165,18 @@ def _select(
     return ids, weights
 
 
-def _raw(ref: ArrayRef) -> NDArray[np.uint8]:
-    return to_numpy(ref).view(np.uint8)
+def _raw(ref: ArrayRef) -> NDArray[Any]:
+    """Codes as unsigned integers of their width."""
+    return to_numpy(ref).view(np.dtype(f"u{ref.itemsize}"))
 
 
-def _as_f32(ref: ArrayRef) -> NDArray[np.float32]:
+def _optional(ref: ArrayRef | None) -> NDArray[Any] | None:
+    return None if ref is None else to_numpy(ref)
+
+
+def _as_f32(ref: ArrayRef) -> F32:
     array = to_numpy(ref)
-    widened: NDArray[np.float32] = (
-        decode_bf16(array.view(np.uint16)) if ref.dtype == "bfloat16" else array
-    )
+    widened: F32 = decode_bf16(array.view(np.uint16)) if ref.dtype == "bfloat16" else array
     return widened
 
 

@@ -1,11 +1,13 @@
-"""Array arguments of the FP8 operations: rules, and the operands that they become."""
+"""Array arguments of the FP8 operations, and those that every operation has: rules and operands."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
 from operator import attrgetter
+from typing import TypeAlias
 
+from cupy_moe.fused_moe.fp4_operands import Fp4Operands
 from cupy_moe.fused_moe.settings import SIZE_MULTIPLE, MoeSettings
 from cupy_moe.plan import MoeOperands
 from cupy_moe.runtime.arrays import ArrayRef
@@ -24,12 +26,17 @@ from cupy_moe.validate import (
 
 __all__ = [
     "ACTIVATIONS",
+    "CallOperands",
     "describe_layer",
+    "describe_output",
+    "describe_precomputed",
     "describe_router",
     "describe_topk",
     "describe_written",
     "named_arrays",
 ]
+
+CallOperands: TypeAlias = MoeOperands | Fp4Operands
 
 ACTIVATIONS = frozenset(
     {
@@ -168,17 +175,39 @@ def describe_topk(
     routing_bias: ArrayLike | None,
     routing_replay_out: ArrayLike | None,
 ) -> None:
-    """Check pre-computed routing; bias and replay buffer have no effect and are no operands."""
-    shape, symbols = (operands.hidden_states.shape[0], settings.top_k), "(num_tokens, top_k)"
+    """Check pre-computed routing, packed or a tuple; see `describe_precomputed`."""
+    weights, names = None, ("topk_ids", "")
     if isinstance(topk_ids, tuple):
         if len(topk_ids) != 2:
             rule = "be a packed array or a tuple of two arrays (ids, weights)"
             check.refuse(ValueError, "topk_ids", rule, f"a tuple of {len(topk_ids)}")
-        ids, weights = topk_ids
-        operands.topk_ids = check.array("topk_ids[0]", ids, INT32, shape, symbols)
-        operands.topk_weights = check.array("topk_ids[1]", weights, BF16_OR_F32, shape, symbols)
-    else:
-        operands.topk_ids = check.array("topk_ids", topk_ids, INT32, shape, symbols)
+        topk_ids, weights = topk_ids
+        names = ("topk_ids[0]", "topk_ids[1]")
+        if weights is None:  # which would mean packed words below
+            check.describe(names[1], weights)
+    describe_precomputed(
+        check, settings, operands, names, topk_ids, weights, routing_bias, routing_replay_out
+    )
+
+
+def describe_precomputed(
+    check: Checker,
+    settings: MoeSettings,
+    operands: CallOperands,
+    names: tuple[str, str],
+    topk_ids: ArrayLike,
+    topk_weights: ArrayLike | None,
+    routing_bias: ArrayLike | None,
+    routing_replay_out: ArrayLike | None,
+) -> None:
+    """Check packed words, or ids and weights under their two names.
+
+    Bias and replay buffer have no effect and are no operands.
+    """
+    shape, symbols = (operands.hidden_states.shape[0], settings.top_k), "(num_tokens, top_k)"
+    operands.topk_ids = check.array(names[0], topk_ids, INT32, shape, symbols)
+    if topk_weights is not None:
+        operands.topk_weights = check.array(names[1], topk_weights, BF16_OR_F32, shape, symbols)
     if routing_bias is not None:
         _describe_bias(check, settings, routing_bias)
     if routing_replay_out is not None:
@@ -188,7 +217,7 @@ def describe_topk(
 def describe_router(
     check: Checker,
     settings: MoeSettings,
-    operands: MoeOperands,
+    operands: CallOperands,
     routing_logits: ArrayLike,
     routing_bias: ArrayLike | None,
     routing_replay_out: ArrayLike | None,
@@ -222,11 +251,7 @@ def describe_written(
     workspace_buffer: ArrayLike | None,
 ) -> None:
     """Check the arrays that the call writes, after all that it reads are known."""
-    if output is not None and settings.do_finalize:
-        shape, symbols = operands.hidden_states.shape, "(num_tokens, hidden_size)"
-        ref = check.array("output", output, BF16, shape, symbols, align=VECTOR_ALIGNMENT)
-        _check_written(check, operands, "output", ref)
-        operands.output = ref
+    describe_output(check, settings, operands, output, operands.hidden_states.shape[1])
     if workspace_buffer is not None:
         if not settings.do_finalize:
             rule = "be None unless do_finalize is True"
@@ -236,10 +261,27 @@ def describe_written(
         operands.workspace_buffer = ref
 
 
-def _check_written(check: Checker, operands: MoeOperands, name: str, ref: ArrayRef) -> None:
+def describe_output(
+    check: Checker,
+    settings: MoeSettings,
+    operands: CallOperands,
+    output: ArrayLike | None,
+    hidden_size: int,
+) -> None:
+    """Check the caller's output, which has no meaning unless the layer finalizes."""
+    if output is not None and settings.do_finalize:
+        shape, symbols = (operands.hidden_states.shape[0], hidden_size), "(num_tokens, hidden_size)"
+        ref = check.array("output", output, BF16, shape, symbols, align=VECTOR_ALIGNMENT)
+        _check_written(check, operands, "output", ref)
+        operands.output = ref
+
+
+def _check_written(check: Checker, operands: CallOperands, name: str, ref: ArrayRef) -> None:
     check.writable(name, ref, named_arrays(operands))
 
 
-def named_arrays(operands: MoeOperands) -> Iterator[tuple[str, ArrayRef | None]]:
+def named_arrays(operands: CallOperands) -> Iterator[tuple[str, ArrayRef | None]]:
     """Operands under the names of the public arguments."""
+    if isinstance(operands, Fp4Operands):
+        return operands.named_arrays()
     return zip(_argument_names, _get_arguments(operands), strict=True)

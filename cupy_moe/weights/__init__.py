@@ -2,7 +2,8 @@
 
 `quantize` takes a model's expert weights all the way to the arguments of an operation,
 `activations` does the hidden states, `calibrate` chooses the one factor that depends on data,
-`layouts` has the single steps and their inverses, and `topk` packs routing decisions.
+`layouts` has the single steps and their inverses, `shards` cuts prepared weights in two for
+partitioned layers, and `topk` packs routing decisions.
 """
 
 from cupy_moe.formats import fp8_quantize, mxfp4_quantize, mxfp8_quantize, nvfp4_quantize
@@ -32,6 +33,7 @@ from cupy_moe.weights.layouts import (
     unshuffle_rows,
     unswizzle_scales_r128c4,
 )
+from cupy_moe.weights.prepared import PreparedWeightLayout, prepared_weight_layouts
 from cupy_moe.weights.quantize import (
     Fp4ExpertWeights,
     Fp8ExpertWeights,
@@ -41,11 +43,14 @@ from cupy_moe.weights.quantize import (
     quantize_experts_nvfp4,
     stack_projections,
 )
+from cupy_moe.weights.shards import MoeShardedWeights, shard_prepared_moe_weights
 from cupy_moe.weights.topk import pack_topk_ids, unpack_topk_ids
 
 __all__ = [
     "Fp4ExpertWeights",
     "Fp8ExpertWeights",
+    "MoeShardedWeights",
+    "PreparedWeightLayout",
     "calibrate_intermediate_scale",
     "fp8_quantize",
     "from_block_major_k",
@@ -61,12 +66,14 @@ __all__ = [
     "prepare_gemm1_weights",
     "prepare_gemm2_scales",
     "prepare_gemm2_weights",
+    "prepared_weight_layouts",
     "quantize_activations_fp8",
     "quantize_activations_mxfp8",
     "quantize_activations_nvfp4",
     "quantize_experts_fp8",
     "quantize_experts_mxfp4",
     "quantize_experts_nvfp4",
+    "shard_prepared_moe_weights",
     "shuffle_rows",
     "stack_projections",
     "swizzle_scales_r128c4",
