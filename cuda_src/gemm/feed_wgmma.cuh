@@ -1,0 +1,159 @@
+// What feeds the Hopper main loop (sm_90a): its shared memory, and the roles that fill it.
+//
+// A ring of stages holds a weight tile and a token tile of 128 bytes of K each. Weights come by
+// TMA. Tokens come by TMA where rows are in place, else they are gathered by cp.async. A queue
+// hands the tiles of the block to all roles.
+#pragma once
+
+#include "common/types.cuh"
+#include "gemm/problem.cuh"
+#include "gemm/scheduler.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+
+namespace cupy_moe::gemm {
+
+template <typename Config>
+struct FeedWgmma {
+  static constexpr i32 kNumStages = Config::kNumStages;
+  static constexpr i32 kTileBytesK = 128;                 // one row of the 128-byte swizzle
+  static constexpr i32 kConsumers = Config::kWarpsM / 4;  // warpgroups
+  static constexpr i32 kConsumerWarps = 4 * kConsumers;
+  static constexpr i32 kTokenWarps = Config::kGatherTokens ? 2 : 1;
+  static constexpr i32 kTokenBox = min(Config::kTileN, 32);  // rows of one tensor copy
+  static constexpr i32 kScaledRows = kIsFc1<Config> ? Config::kTileN : 1;
+  static_assert(Config::kTileK == kTileBytesK);
+
+  using Ring = RingCursor<kNumStages>;
+  using Queue = TileQueue<kConsumerWarps + kTokenWarps>;
+
+  struct Smem {
+    alignas(1024) u8 weights[kNumStages][Config::kTileM * kTileBytesK];
+    alignas(1024) u8 tokens[kNumStages][Config::kTileN * kTileBytesK];
+    alignas(16) u8 staging[kConsumers][2][Config::kStagingBytes];
+    float token_scale[kConsumers][kScaledRows];
+    alignas(8) u64 full[kNumStages];
+    u64 empty[kNumStages];
+    Queue queue;
+  };
+
+  __device__ static void init_barriers(Smem& smem) {
+    if (threadIdx.x == 0) {
+      for (i32 stage = 0; stage < kNumStages; ++stage) {
+        ptx::mbarrier_init(&smem.full[stage], 1 + kTokenWarps);
+        ptx::mbarrier_init(&smem.empty[stage], kConsumerWarps);
+      }
+      smem.queue.init();
+      ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+  }
+
+  __device__ static void copy_weights(Smem& smem, const Params& p) {
+    constexpr ptx::L2Hint kHint =
+        Config::kStreamWeights ? ptx::L2Hint::EvictFirst : ptx::L2Hint::EvictNormal;
+    const TileList<Config> tiles(p);
+    Tile tile;
+    Ring ring;
+    typename Queue::Cursor queued;
+    u32 index = blockIdx.x;
+    while (true) {
+      smem.queue.push(queued, index);
+      if (!tiles.locate(index, tile)) return;
+      const u32 next =
+          gridDim.x + (p.tile_counter != nullptr ? atomicAdd(p.tile_counter, 1u) : index);
+      for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
+        ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot], sizeof(smem.weights[0]));
+        ptx::tma_load_4d(smem.weights[ring.slot], &p.weight_map, &smem.full[ring.slot], 0,
+                         tile.m_tile * Config::kTileM, step, tile.expert, kHint);
+      }
+      index = next;
+    }
+  }
+
+  // Only the boxes with rows in use are copied.
+  __device__ static void copy_tokens(Smem& smem, const Params& p, i32 lane) {
+    const TileList<Config> tiles(p);
+    Tile tile;
+    Ring ring;
+    typename Queue::Cursor queued;
+    while (tiles.locate(smem.queue.pop(queued), tile)) {
+      if (lane == 0) copy_token_tile(smem, p, tile, ring);
+      __syncwarp();
+    }
+  }
+
+  __device__ static void copy_token_tile(Smem& smem, const Params& p, const Tile& tile,
+                                         Ring& ring) {
+    const i32 num_boxes = ceil_div(tile.num_rows, kTokenBox);
+    for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
+      ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot], num_boxes * kTokenBox * kTileBytesK);
+      for (i32 box = 0; box < num_boxes; ++box) {
+        ptx::tma_load_2d(smem.tokens[ring.slot] + box * kTokenBox * kTileBytesK, &p.token_map,
+                         &smem.full[ring.slot], step * kTileBytesK,
+                         tile.first_row + box * kTokenBox, ptx::L2Hint::EvictNormal);
+      }
+    }
+  }
+
+  // A warp copies four rows at a time, eight lanes a row. The rows of a stage are announced once
+  // kAhead later stages are on their way.
+  __device__ static void gather_tokens(Smem& smem, const Params& p, i32 warp, i32 lane) {
+    constexpr i32 kRowsAtOnce = 4 * kTokenWarps;
+    constexpr i32 kPasses = Config::kTileN / kRowsAtOnce;
+    constexpr i32 kAhead = max(1, min(Queue::kDepth, kNumStages / 2 - 1));
+    static_assert(kRowsAtOnce == 8, "rows of one pass are one atom of the swizzle");
+    static_assert(kAhead < kNumStages, "a stage is announced before its successors fill the ring");
+    const i32 row = 4 * warp + lane / 8;
+    const i32 vector = lane % 8;
+    const i32 offset = row * kTileBytesK + ((vector ^ row) * 16);  // the 128-byte swizzle
+
+    auto announce = [&](Ring& ring) {
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(&smem.full[ring.slot]);
+      ring.advance();
+    };
+
+    const TileList<Config> tiles(p);
+    Tile tile;
+    Ring ring, announced;
+    typename Queue::Cursor queued;
+    i32 in_flight = 0;
+    while (tiles.locate(smem.queue.pop(queued), tile)) {
+      u32 source[kPasses];  // past the rows in use, the last of them again
+#pragma unroll
+      for (i32 i = 0; i < kPasses; ++i) {
+        const i32 r = min(row + i * kRowsAtOnce, tile.num_rows - 1);
+        source[i] = static_cast<u32>(source_row<Config>(p, tile.first_row + r));
+      }
+      const u8* column = p.tokens + vector * 16;
+      const u32 row_bytes = static_cast<u32>(p.k);
+      for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
+        ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
+        u8* tokens = smem.tokens[ring.slot] + offset;
+#pragma unroll
+        for (i32 i = 0; i < kPasses; ++i) {
+          if (i * kRowsAtOnce >= tile.num_rows) break;
+          ptx::cp_async_cg_16(tokens + i * kRowsAtOnce * kTileBytesK,
+                              column + static_cast<u64>(source[i]) * row_bytes);
+        }
+        column += kTileBytesK;
+        ptx::cp_async_commit_group();
+        if (in_flight == kAhead) {
+          ptx::cp_async_wait_group<kAhead>();
+          announce(announced);
+        } else {
+          ++in_flight;
+        }
+      }
+    }
+    ptx::cp_async_wait_group<0>();
+    for (; in_flight > 0; --in_flight) announce(announced);
+  }
+};
+
+}  // namespace cupy_moe::gemm
