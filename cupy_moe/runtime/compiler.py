@@ -113,9 +113,14 @@ def arch_for(capability: tuple[int, int]) -> str:
 
 
 def capability_of(arch: str) -> tuple[int, int]:
-    """Compute capability that the code of an architecture (``sm_90a``, ``compute_80``) needs."""
-    number = int(arch.partition("_")[2].rstrip("af"))
-    return number // 10, number % 10
+    """Compute capability that the code of an architecture (``sm_90a``, ``compute_80``) needs.
+
+    Raises
+    ------
+    ValueError
+        If it is not the name of one.
+    """
+    return divmod(_arch_number(arch), 10)
 
 
 def compile_cubin(spec: KernelSpec, arch: str, *, verbose_ptxas: bool = False) -> CompiledKernel:
@@ -190,17 +195,22 @@ def require_arch(arch: str) -> None:
     RuntimeError
         If this NVRTC is too old, or too new, for it; or if NVRTC is missing.
     """
+    number, known = _arch_number(arch), _nvrtc().getSupportedArchs()
+    if number not in known:
+        raise RuntimeError(
+            f"cupy_moe: NVRTC {nvrtc_version()} cannot compile for {arch}; it knows sm_"
+            f"{', sm_'.join(map(str, known))}. Install NVRTC of another CUDA release."
+        )
+
+
+def _arch_number(arch: str) -> int:
+    """90 of ``sm_90a``."""
     name = re.fullmatch(r"(?:sm|compute)_(\d+)[af]?", arch)
     if name is None:
         raise ValueError(
             f"cupy_moe: an architecture is named like sm_80, sm_90a or compute_80, got {arch!r}"
         )
-    known = _nvrtc().getSupportedArchs()
-    if int(name[1]) not in known:
-        raise RuntimeError(
-            f"cupy_moe: NVRTC {nvrtc_version()} cannot compile for {arch}; it knows sm_"
-            f"{', sm_'.join(map(str, known))}. Install NVRTC of another CUDA release."
-        )
+    return int(name[1])
 
 
 def _nvrtc() -> Library:
