@@ -8,40 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cupy_moe.bench.sweep import problem_of
+from cupy_moe.bench.workloads import WORKLOADS
 from cupy_moe.kernels.grouped_gemm import MainloopKind
 from cupy_moe.plan import (
     DeviceTraits,
     MoeProblem,
-    RoutingSource,
     all_specializations,
     choose_tiling,
     plan_moe,
     tile_candidates,
 )
-from cupy_moe.types import ActivationType, RoutingMethodType
+from cupy_moe.types import ActivationType
 
 H200 = DeviceTraits("sm_90a", 132)
 A100 = DeviceTraits("sm_80", 108)
-LAYER = MoeProblem(
-    num_tokens=1,
-    hidden_size=4096,
-    intermediate_size=1536,
-    num_experts=128,
-    top_k=8,
-    local_num_experts=128,
-    local_expert_offset=0,
-    activation=ActivationType.Swiglu,
-    routing_source=RoutingSource.Packed,
-    expert_weights_dtype="bfloat16",
-    scale_input=False,
-    do_finalize=True,
-    routing_method=RoutingMethodType.Unspecified,
-    num_groups=0,
-    topk_group=0,
-    norm_topk_prob=True,
-    logits_dtype=None,
-    bias_dtype=None,
-)
+LAYER = problem_of(WORKLOADS["W-A"], 1)
 
 
 @st.composite
