@@ -121,13 +121,10 @@ def whole_layer(
             "gemm1_clamp_limit": gemm1_clamp_limit,
         },
     )
-    factor = scaling_factor(_WHOLE, "routed_scaling_factor", routed_scaling_factor)
-    operands.routed_scaling_factor = factor
     is_unpacked = mode is RoutingInputMode.UnpackedPrecomputed
     weights = topk_weights if is_unpacked else None
     routing = (routing_logits, routing_bias, topk_ids, weights, routing_replay_out)
-    _describe_rest(check, settings, operands, *routing, output)
-    return bind_fp4(_WHOLE, settings, operands)
+    return _routed(check, settings, operands, routed_scaling_factor, *routing, output)
 
 
 def partitioned_layer(
@@ -219,11 +216,8 @@ def partitioned_layer(
         },
     )
     _check_device(check, partition_resources)
-    factor = scaling_factor(_PARTITIONED, "routed_scaling_factor", routed_scaling_factor)
-    operands.routed_scaling_factor = factor
     routing = (routing_logits, routing_bias, topk_ids, topk_weights, routing_replay_out)
-    _describe_rest(check, settings, operands, *routing, output)
-    return bind_fp4(_PARTITIONED, settings, operands)
+    return _routed(check, settings, operands, routed_scaling_factor, *routing, output)
 
 
 def _refuse_unsupported(check: Checker, **values: ArrayLike | None) -> None:
@@ -283,18 +277,21 @@ def _check_device(check: Checker, resources: MoePartitionResources) -> None:
         check.refuse(ValueError, "partition_resources", rule, f"streams for {there}")
 
 
-def _describe_rest(
+def _routed(
     check: Checker,
     settings: MoeSettings,
     operands: Fp4Operands,
+    routed_scaling_factor: float | None,
     logits: ArrayLike | None,
     bias: ArrayLike | None,
     ids: ArrayLike | None,
     weights: ArrayLike | None,
     replay: ArrayLike | None,
     output: Any,
-) -> None:
-    """Check routing from either source, then what is written."""
+) -> Layer:
+    """Check routing from either source, then what is written, and bind the layer."""
+    name = "routed_scaling_factor"
+    operands.routed_scaling_factor = scaling_factor(check.operation, name, routed_scaling_factor)
     if logits is not None:
         describe_router(check, settings, operands, logits, bias, replay)
     elif ids is None:
@@ -304,3 +301,4 @@ def _describe_rest(
         names = ("topk_ids", "topk_weights")
         describe_precomputed(check, settings, operands, names, ids, weights, bias, replay)
     describe_output(check, settings, operands, output, operands.hidden_size)
+    return bind_fp4(check.operation, settings, operands)
