@@ -199,10 +199,6 @@ def compare(out: ArrayLike, ref: ArrayLike, *, element_bound: ArrayLike = None) 
     )
 
 
-def _argmax_index(x: NDArray[Any]) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.unravel_index(int(np.argmax(x)), x.shape)) if x.size else ()
-
-
 def _max(x: NDArray[np.float64]) -> float:
     return float(x.max(initial=0.0))
 
