@@ -158,13 +158,23 @@ def test_bound_launches_are_enqueued_in_order_and_again(fake_driver: FakeDriver)
     assert fake_driver.launched == 2 * once
 
 
-def test_a_refused_launch_is_named(fake_driver: FakeDriver) -> None:
+@pytest.mark.parametrize(
+    ("pdl", "cluster", "words"),
+    [(False, 1, ""), (True, 1, ", PDL"), (False, 4, ", cluster 4"), (True, 4, ", PDL, cluster 4")],
+)
+def test_a_refused_launch_is_named(
+    pdl: bool, cluster: int, words: str, fake_driver: FakeDriver
+) -> None:
     params = ParamLayout(("n", "i32")).pack(1)
     good, bad = Function("good", 0, 1), Function("bad", 3, 13)
     bound = [
-        bind(f, params, grid=(7, 2, 1), block=64, smem=16, pdl=True) for f in (good, bad, good)
+        bind(f, params, grid=(7, 2, 1), block=64, smem=16, pdl=pdl, cluster=cluster)
+        for f in (good, bad, good)
     ]
-    pattern = r"bad: launch of grid \(7, 2, 1\) x 64 threads, 16 B .*cuda:3 failed: CUDA_ERROR_INV"
+    pattern = (
+        r"bad: launch of grid \(7, 2, 1\) x 64 threads, 16 B of shared memory"
+        rf"{words} on cuda:3 failed: CUDA_ERROR_INV"
+    )
     with pytest.raises(RuntimeError, match=pattern):
         enqueue(bound)
     assert [handle for handle, _, _ in fake_driver.launched] == [1]

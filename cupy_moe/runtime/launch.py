@@ -220,6 +220,17 @@ def _driver_launch() -> tuple[DriverValue, DriverValue]:
     return driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
 
 
+def _attribute_text(config: DriverValue) -> str:
+    """Launch attributes of `_launch_config` in words, for errors."""
+    ids, text = import_driver().CUlaunchAttributeID, ""
+    for attribute in config.attrs[: config.numAttrs]:
+        if attribute.id == ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
+            text += f", cluster {attribute.value.clusterDim.x}"
+        else:
+            text += ", PDL"
+    return text
+
+
 @dataclass(slots=True, eq=False)
 class BoundLaunch:
     """A kernel, its parameters and its configuration: made once, enqueued any number of times.
@@ -237,8 +248,8 @@ class BoundLaunch:
         c, function = self.config, self.function
         return RuntimeError(
             f"{function.name}: launch of grid {(c.gridDimX, c.gridDimY, c.gridDimZ)} x "
-            f"{c.blockDimX} threads, {c.sharedMemBytes} B of shared memory, {c.numAttrs} launch "
-            f"attributes on cuda:{function.device} failed: {describe_error(status)}"
+            f"{c.blockDimX} threads, {c.sharedMemBytes} B of shared memory"
+            f"{_attribute_text(c)} on cuda:{function.device} failed: {describe_error(status)}"
         )
 
 
