@@ -73,7 +73,7 @@ def environment() -> dict[str, str]:
     major, minor = cupy.cuda.nvrtc.getVersion()
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     return {
-        "gpu": properties["name"].decode(),
+        "gpu": properties["name"].partition(b"\0")[0].decode().strip(),
         "compute_capability": f"{properties['major']}.{properties['minor']}",
         "multiprocessors": str(properties["multiProcessorCount"]),
         "driver": _nvidia_driver(),

@@ -15,7 +15,7 @@ from rich.text import Text
 from cupy_moe import __version__
 from cupy_moe.runtime import require_gpu
 from cupy_moe.runtime.compiler import arch_for, nvrtc_version
-from cupy_moe.runtime.devices import check, compute_capability, sm_count
+from cupy_moe.runtime.devices import check, compute_capability, device_name, sm_count
 from cupy_moe.runtime.kernel_cache import cache_dir
 from cupy_moe.runtime.requirements import import_driver
 
@@ -76,11 +76,6 @@ def software() -> Iterator[tuple[str, str]]:
 # --- GPUs -----------------------------------------------------------------------------------------
 
 
-def _name(device: int) -> str:
-    name = check(import_driver().cuDeviceGetName(128, device), f"name of cuda:{device}")
-    return str(name.rstrip(b"\0").decode())
-
-
 def _architecture(device: int) -> str:
     return arch_for(compute_capability(device))
 
@@ -123,7 +118,7 @@ def gpus() -> Table:
     for device in range(count):
         table.add_row(
             str(device),
-            _name(device),
+            device_name(device),
             _value(_architecture, device),
             str(sm_count(device)),
             _memory(device),

@@ -17,10 +17,13 @@ __all__ = [
     "compute_capability",
     "context_is_current",
     "device_guard",
+    "device_name",
     "max_shared_memory",
     "sm_count",
     "stream_is_capturing",
 ]
+
+_LONGEST_NAME = 256  # bytes
 
 
 def check(result: tuple[Any, ...], what: str) -> DriverValue:
@@ -111,6 +114,13 @@ def compute_capability(device: int) -> tuple[int, int]:
 def sm_count(device: int) -> int:
     """Count the streaming multiprocessors of the whole device."""
     return _attribute(device, "MULTIPROCESSOR_COUNT")
+
+
+def device_name(device: int) -> str:
+    """Name as the vendor writes it, ``NVIDIA H200``."""
+    driver = import_driver()
+    name = check(driver.cuDeviceGetName(_LONGEST_NAME, device), f"name of cuda:{device}")
+    return str(name.partition(b"\0")[0].decode().strip())  # the driver pads with NUL and blanks
 
 
 def max_shared_memory(device: int) -> int:
