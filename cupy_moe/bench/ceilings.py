@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_moe.bench.timing import median_us
+from cupy_moe.runtime.streams import cupy_stream
 
 __all__ = ["Ceilings", "copy_bandwidth", "dense_fp8_rate", "measure_ceilings", "read_bandwidth"]
 
@@ -49,7 +50,7 @@ def read_bandwidth(num_bytes: int = 4 << 30) -> float:
     kernel = cupy.RawKernel(READ_KERNEL, "read_all")
     data, sink = cupy.zeros(num_bytes, np.uint8), cupy.zeros(1, np.uint32)
     blocks = 8 * torch.cuda.get_device_properties(0).multi_processor_count
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+    stream = cupy_stream(torch.cuda.current_stream().cuda_stream)
 
     def work() -> None:
         with stream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -12,7 +13,14 @@ from cupy_moe.runtime.array_ref import Library
 from cupy_moe.runtime.devices import DriverValue, check, device_guard, sm_count
 from cupy_moe.runtime.requirements import import_core, import_cupy, import_driver
 
-__all__ = ["Event", "GreenPartitions", "StreamInfo", "inspect_stream", "stream_handle"]
+__all__ = [
+    "Event",
+    "GreenPartitions",
+    "StreamInfo",
+    "cupy_stream",
+    "inspect_stream",
+    "stream_handle",
+]
 
 Stream: TypeAlias = Any  # torch.cuda.Stream, cupy.cuda.Stream, cuda.core.Stream, ...
 
@@ -45,6 +53,38 @@ def stream_handle(stream: Stream, what: str = "stream") -> int:
         f"{what}: expected a CUDA stream (torch, CuPy, cuda.core, any with __cuda_stream__, or its "
         f"address), got {type(stream).__name__}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _ForeignStream:
+    """A stream that somebody else owns, as the CUDA stream protocol wants it."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Version of the protocol, and address of the stream."""
+        return 0, self.handle
+
+
+@cache  # kept for good: some releases of CuPy destroy the wrapped stream with the wrapper
+def cupy_stream(handle: int) -> Stream:
+    """CuPy's view of another library's stream, to be entered with ``with``.
+
+    Parameters
+    ----------
+    handle : int
+        Address of the stream, which stays its owner's; see `stream_handle`.
+
+    Returns
+    -------
+    cupy.cuda.Stream
+    """
+    cuda = import_cupy().cuda
+    if handle == 0:
+        return cuda.Stream.null
+    if hasattr(cuda.Stream, "from_external"):
+        return cuda.Stream.from_external(_ForeignStream(handle))
+    return cuda.ExternalStream(handle)  # CuPy 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +217,8 @@ class GreenPartitions:
     sm_counts : tuple of int
         What each set has; only the largest can have more than was asked for.
     streams : tuple of cuda.core.Stream
-        Non-blocking streams; torch and CuPy wrap them with their ``ExternalStream``.
+        Non-blocking streams. torch wraps them with ``torch.cuda.ExternalStream``, CuPy with
+        ``cupy.cuda.Stream.from_external``.
 
     Raises
     ------

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from cupy_moe.runtime.devices import sm_count
-from cupy_moe.runtime.streams import Event, GreenPartitions, inspect_stream, stream_handle
+from cupy_moe.runtime.streams import (
+    Event,
+    GreenPartitions,
+    cupy_stream,
+    inspect_stream,
+    stream_handle,
+)
 from tests.gpu.probe_launch import launch_probe, probe_function
 
 pytestmark = pytest.mark.gpu
@@ -124,7 +130,7 @@ def test_other_libraries_wrap_partition_streams(cupy: Any) -> None:
     torch = pytest.importorskip("torch")
     with GreenPartitions(0) as partitions:
         handle = stream_handle(partitions.streams[0])
-        with cupy.cuda.ExternalStream(handle):
+        with cupy_stream(handle):
             assert (cupy.arange(10) * 2).sum() == 90
         with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
             assert (torch.arange(10, device="cuda") * 2).sum().item() == 90

@@ -14,6 +14,7 @@ from cupy_moe.bench.contenders import Contender, installed
 from cupy_moe.bench.layers import BenchLayer
 from cupy_moe.bench.peers.assignments import aligned_order, local_assignments
 from cupy_moe.bench.workloads import Ids
+from cupy_moe.runtime.streams import cupy_stream
 
 __all__ = ["Humming"]
 
@@ -67,14 +68,13 @@ def _sum_kernel() -> Any:
 
 def weighted_sum(rows: Any, row_of_slot: Any, weights: Any, output: Any) -> Any:
     """Sum a token's rows on torch's current stream; all arguments are torch tensors."""
-    import cupy
     import torch
 
     num_tokens, hidden_size = output.shape
     vectors = hidden_size // 8
     addresses = [np.uint64(t.data_ptr()) for t in (rows, row_of_slot, weights, output)]
     sizes = [np.int32(weights.shape[1]), np.int32(vectors)]
-    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+    with cupy_stream(torch.cuda.current_stream().cuda_stream):
         _sum_kernel()((num_tokens,), (min(vectors, 512),), (*addresses, *sizes))
     return output
 
