@@ -2,41 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from cupy_moe.bench import measure as module
+from cupy_moe.bench import timing
 from cupy_moe.bench.contenders import Contender
 from cupy_moe.bench.layers import Batch
 from cupy_moe.bench.workloads import WORKLOADS, make_routings, work_of
-from tests.bench_rows import CEILINGS
+from cupy_moe.cli import bench
+from tests.bench_rows import CEILINGS, fake_row
 
 torch = pytest.importorskip("torch")
 
 WORKLOAD = WORKLOADS["W-A"]
 
 
+class FakeGraph:
+    """Runs what was launched while it was recorded; keeps addresses, not arrays, as graphs do."""
+
+    recording: ClassVar[FakeGraph | None] = None
+
+    def __init__(self) -> None:
+        self.kernels: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        for kernel in self.kernels:
+            kernel()
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        FakeGraph.recording = self
+        yield
+        FakeGraph.recording = None
+
+
+def launch(kernel: Callable[[], None]) -> None:
+    if FakeGraph.recording is None:
+        kernel()
+    else:
+        FakeGraph.recording.kernels.append(kernel)
+
+
 class Fake(Contender):
-    """Answers ``factor`` times the right output."""
+    """Answers ``factor`` times the right output, NaN from inputs that are gone."""
 
     key = "fake"
     package = "fake"
     scope = "whole layer"
     factor: ClassVar[float] = 1.0
+    growth: ClassVar[float] = 1.0  # of the factor with every run
 
     @classmethod
     def missing(cls) -> str | None:
         return None
 
     def __init__(self, layer: Any) -> None:
-        pass
+        self._growth = 1.0
 
     def prepare(self, hidden: Any, ids: Any, weights: Any) -> Callable[[], Any]:
-        return lambda: self.factor * torch.ones(4, 8)
+        inputs = torch.ones(4, 8)
+
+        def call() -> Any:
+            address, output = weakref.ref(inputs), torch.full((4, 8), torch.nan)
+
+            def kernel() -> None:
+                self._growth *= self.growth
+                memory = address()
+                factor = self.factor * self._growth
+                output.copy_(output * torch.nan if memory is None else factor * memory)
+
+            launch(kernel)
+            return output
+
+        return call
 
 
 class Ours(Fake):
@@ -80,15 +129,41 @@ class Unloadable(Fake):
         raise ImportError("no compiler")
 
 
+class Drifting(Fake):
+    """Right at first: its output doubles by the end of the timed replays."""
+
+    name = "Drifting"
+    growth = 1.0001
+
+
+class Breaking(Fake):
+    name = "Breaking"
+
+    def prepare(self, hidden: Any, ids: Any, weights: Any) -> Callable[[], Any]:
+        def synchronize() -> None:
+            raise RuntimeError("device-side assert triggered\nand advice")
+
+        torch.cuda.synchronize = synchronize  # the fixture takes it back
+        return super().prepare(hidden, ids, weights)
+
+
 @pytest.fixture
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture(calls: list[Callable[[], Any]]) -> tuple[Any, list[Any]]:
-        return SimpleNamespace(replay=lambda: None), [call() for call in calls]
-
     def interleaved(works: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+        for _ in range(1000):
+            for work in works.values():
+                work()
         return {name: [160.0] * rounds for name in works}
 
-    monkeypatch.setattr(module, "capture", capture)
+    replacements = {
+        "CUDAGraph": FakeGraph,
+        "graph": FakeGraph.record,
+        "stream": nullcontext,
+        "current_stream": lambda: None,
+        "synchronize": lambda: None,
+    }
+    for name, replacement in replacements.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr(module, "interleaved_us", interleaved)
     monkeypatch.setattr(module, "CupyMoe", Ours)
 
@@ -125,7 +200,96 @@ def test_peers_that_fail_are_named_and_not_timed() -> None:
 
 
 @pytest.mark.usefixtures("_no_gpu")
-def test_our_own_output_has_to_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CupyMoe", NotANumber)
-    with pytest.raises(RuntimeError, match="W-A, 1 tokens: not finite"):
+def test_inputs_live_as_long_as_the_graph_that_reads_them() -> None:
+    source = torch.ones(4, 8)
+    held, output = weakref.ref(source), torch.zeros(4, 8)
+
+    def call(source: Any = source) -> Any:
+        launch(lambda: output.copy_(held()))
+        return output
+
+    captured = timing.capture([call])
+    del call, source
+    output.zero_()
+    captured.replay()
+    assert bool((output == 1).all())
+    del captured
+    assert held() is None
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_peers_whose_output_changes_while_they_are_timed_have_no_time() -> None:
+    row = measured(Drifting, Good)
+    assert row.timings.keys() == {"cupy_moe", "Good"}
+    (reason,) = row.failures.values()
+    assert reason.startswith("relative L2 distance from our output after the timed replays: ")
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_an_error_of_the_gpu_ends_the_run_and_names_row_and_peer() -> None:
+    message = "bench: W-A, 1 tokens: Breaking: RuntimeError: device-side assert triggered$"
+    with pytest.raises(RuntimeError, match=message):
+        measured(Good, Breaking, Parts)
+
+
+@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize(
+    ("ours", "reason"),
+    [
+        (NotANumber, "the output is not finite"),
+        (Raising, "RuntimeError: no kernel for this size"),
+        (Drifting, "relative L2 distance from our output after the timed replays"),
+    ],
+)
+def test_our_own_failures_name_the_row(
+    ours: type[Fake], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CupyMoe", ours)
+    with pytest.raises(RuntimeError, match=f"bench: W-A, 1 tokens: cupy_moe: {reason}"):
         measured(Good)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
+    """Run ``bench fp8`` on rows that are given; an exception among them is raised there."""
+
+    def run(*rows: Any) -> tuple[int, Path]:
+        def measure_all(*_: Any) -> Iterator[Any]:
+            for row in rows:
+                if isinstance(row, Exception):
+                    raise row
+                yield row
+
+        replacements = {
+            "require_fp8_gpu": lambda: None,
+            "measure_ceilings": lambda: CEILINGS,
+            "free_memory": lambda: None,
+            "describe_environment": lambda contenders: {"gpu": "a GPU"},
+            "measure_all": measure_all,
+        }
+        for name, replacement in replacements.items():
+            monkeypatch.setattr(bench, name, replacement)
+        parser = argparse.ArgumentParser()
+        bench.add_parser(parser.add_subparsers())
+        path = tmp_path / "rows.json"
+        options = ["--peers", "none", "--workload", "W-A", "--json", str(path)]
+        args = parser.parse_args(["bench", "fp8", *options])
+        return args.run(args, Console(quiet=True)), path
+
+    return run
+
+
+def test_exit_code_says_whether_a_peer_failed(run: Any) -> None:
+    good, bad = fake_row(peers={"Fast": 30.0}), fake_row(failures={"Fast": "no kernel"})
+    assert run(good)[0] == 0
+    assert run(bad, good)[0] == 1
+
+
+def test_rows_before_an_error_are_written(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the GPU is gone"):
+        run(fake_row(num_tokens=4), RuntimeError("the GPU is gone"))
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert row["tokens"] == 4

@@ -89,7 +89,7 @@ def test_table_cells() -> None:
     assert headers(rows)[-2:] == ["Fast, us", "/ ours"]
     own = ["4.0", "25.0", "3.20", "40", "20.0", "80%"]
     assert cells(rows[0], peers) == ["16", *own, "30.0", "1.20"]
-    assert cells(rows[1], peers) == ["64", *own, "failed", ""]
+    assert cells(rows[1], peers) == ["64", *own, "failed: no kernel", ""]
     assert cells(rows[2], peers) == ["256", *own, "-", ""]
 
 
@@ -201,8 +201,8 @@ def test_sweep_repeats_close_tilings_against_the_choice(monkeypatch: pytest.Monk
     tilings = tile_candidates(problem_of(workload, 64), DeviceTraits("sm_90a", 132))
     us = {None: 50.0, **{tiling: 40.0 + tiling.tile_n for tiling in tilings}}
 
-    def capture(calls: list[Any]) -> tuple[Any, list[Any]]:
-        return SimpleNamespace(replay=pipeline._tiling_override.get()), []
+    def capture(calls: list[Any]) -> SimpleNamespace:
+        return SimpleNamespace(replay=pipeline._tiling_override.get())
 
     def interleaved(works: dict[str, Any], rounds: int) -> dict[str, list[float]]:
         return {name: [4 * us[tiling]] * rounds for name, tiling in works.items()}

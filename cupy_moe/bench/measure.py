@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cupy_moe.bench.ceilings import Ceilings
 from cupy_moe.bench.contenders import Contender, CupyMoe, installed
 from cupy_moe.bench.layers import Batch, BenchLayer, make_batch, make_layer
 from cupy_moe.bench.rows import OURS, Row, Timing
-from cupy_moe.bench.timing import capture, free_memory, interleaved_us
+from cupy_moe.bench.timing import (
+    CapturedCalls,
+    capture,
+    free_memory,
+    gpu_works,
+    interleaved_us,
+    synchronize,
+)
 from cupy_moe.bench.workloads import Workload
 from cupy_moe.runtime import require_gpu
 
@@ -81,6 +88,7 @@ def _measure_workload(
 ) -> Iterator[Row]:
     layer = make_layer(workload)
     loaded, failures = _load(peers, layer)
+    free_memory()
     for num_tokens in tokens:
         batch = make_batch(workload, num_tokens)
         yield measure(layer, batch, ceilings, replays=replays, peers=loaded, failures=failures)
@@ -94,8 +102,9 @@ def _load(
     for peer in peers:
         try:
             loaded.append(peer(layer))
-        except Exception as error:  # whatever another package raises is its result here
-            failures[peer.name] = _sentence(error)
+        except Exception as error:
+            what = f"bench: {layer.workload.key}, weights: {peer.name}"
+            failures[peer.name] = _reason(error, what)
     return loaded, failures
 
 
@@ -118,35 +127,30 @@ def measure(
     replays : int
         Of every contender's graph, taking turns; three more come before.
     peers : sequence of Contender
-        Loaded with the layer. One that raises, or whose output is too far from ours, is not timed.
+        Loaded with the layer. One that raises, or whose output before or after the timed replays
+        is too far from ours, has no time.
     failures : dict, optional
         Peers that could not even be loaded, and why.
 
     Raises
     ------
     RuntimeError
-        Our own output is not finite.
+        We fail, our output is not finite or changes, or somebody's error leaves a GPU that this
+        process cannot use any more. Names the row and the contender.
     """
-    graph, results = _captured(CupyMoe(layer), batch)
-    graph.replay()
-    ours = results[-1]
-    if not bool(ours.isfinite().all()):
-        raise RuntimeError(f"bench: {layer.workload.key}, {batch.num_tokens} tokens: not finite.")
-    graphs, errors, failures = {OURS: graph}, {}, dict(failures or {})
-    for peer in peers:
-        try:
-            graph, results = _captured(peer, batch)
-            if peer.whole_layer:
-                graph.replay()
-                errors[peer.name] = _rel_l2(results[-1], ours)
-        except Exception as error:
-            failures[peer.name] = _sentence(error)
-            continue
-        if not errors.get(peer.name, 0.0) <= LARGEST_REL_L2:
-            failures[peer.name] = f"relative L2 distance from our output: {errors[peer.name]:.3g}"
-            continue
-        graphs[peer.name] = graph
-    times = interleaved_us({name: g.replay for name, g in graphs.items()}, replays)
+    row = f"bench: {layer.workload.key}, {batch.num_tokens} tokens"
+    ours, expected = _capture_ours(layer, batch, row)
+    graphs, errors, failed = _capture_peers(peers, batch, expected, row)
+    graphs = {OURS: ours, **graphs}
+    try:
+        times = interleaved_us({name: graph.replay for name, graph in graphs.items()}, replays)
+    except RuntimeError as error:
+        raise RuntimeError(f"{row}: timing {', '.join(graphs)}: {_sentence(error)}") from error
+    checked = {name: graph for name, graph in graphs.items() if name in (OURS, *errors)}
+    distances = {name: _rel_l2(graph.results[-1], expected) for name, graph in checked.items()}
+    changed = _too_far(distances, "our output after the timed replays")
+    if OURS in changed:
+        raise RuntimeError(f"{row}: {OURS}: {changed[OURS]}")
     num_calls = len(batch.routings)
     return Row(
         workload=layer.workload,
@@ -154,14 +158,70 @@ def measure(
         num_calls=num_calls,
         work=batch.work,
         floor_us=ceilings.floor_us(batch.work.num_bytes, batch.work.flops),
-        timings={name: Timing.of(us, num_calls) for name, us in times.items()},
+        timings={n: Timing.of(us, num_calls) for n, us in times.items() if n not in changed},
         errors=errors,
-        failures=failures,
+        failures={**(failures or {}), **failed, **changed},
     )
 
 
-def _captured(contender: Contender, batch: Batch) -> tuple[Any, list[Any]]:
-    return capture([contender.prepare(batch.hidden, ids, batch.weights) for ids in batch.routings])
+def _capture_ours(layer: BenchLayer, batch: Batch, row: str) -> tuple[CapturedCalls, Any]:
+    """Our calls, and a copy of the last one's output, which peers are held to."""
+    try:
+        captured = _captured(CupyMoe(layer), batch)
+        expected = _answer(captured).clone()
+    except Exception as error:
+        raise RuntimeError(f"{row}: {OURS}: {_sentence(error)}") from error
+    if not bool(expected.isfinite().all()):
+        raise RuntimeError(f"{row}: {OURS}: the output is not finite.")
+    return captured, expected
+
+
+def _capture_peers(
+    peers: Sequence[Contender], batch: Batch, expected: Any, row: str
+) -> tuple[dict[str, CapturedCalls], dict[str, float], dict[str, str]]:
+    """Graphs of the peers that answer rightly, distances from our output, reasons of the others."""
+    graphs, errors, failures = {}, {}, {}
+    for peer in peers:
+        try:
+            graphs[peer.name] = _captured(peer, batch)
+            if peer.whole_layer:
+                errors[peer.name] = _rel_l2(_answer(graphs[peer.name]), expected)
+        except Exception as error:  # whatever another package raises is its result here
+            failures[peer.name] = _reason(error, f"{row}: {peer.name}")
+    failures |= _too_far(errors, "our output")
+    return {name: g for name, g in graphs.items() if name not in failures}, errors, failures
+
+
+def _reason(error: Exception, what: str) -> str:
+    """Sentence for the report; raised, with what failed, if the GPU does not survive the error."""
+    if not gpu_works():
+        raise RuntimeError(f"{what}: {_sentence(error)}") from error
+    return _sentence(error)
+
+
+def _captured(contender: Contender, batch: Batch) -> CapturedCalls:
+    """Graph of one call for each routing, replayed once: an error belongs to this contender."""
+    calls = [contender.prepare(batch.hidden, ids, batch.weights) for ids in batch.routings]
+    captured = capture(calls)
+    captured.replay()
+    synchronize()
+    return captured
+
+
+def _answer(captured: CapturedCalls) -> Any:
+    """Output of the last call in a replay that has to write all of it."""
+    output = captured.results[-1].fill_(math.nan)
+    captured.replay()
+    return output
+
+
+def _too_far(distances: Mapping[str, float], what: str) -> dict[str, str]:
+    """Say of each contender beyond the limit how far it is from what."""
+    return {
+        name: f"relative L2 distance from {what}: {distance:.3g}"
+        for name, distance in distances.items()
+        if distance > LARGEST_REL_L2
+    }
 
 
 def _rel_l2(out: Any, ref: Any) -> float:

@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from cupy_moe.bench.rows import OURS, Report, Row
 
 __all__ = ["by_workload", "cells", "headers", "notes", "plot", "write_json"]
+
+REASON_WIDTH = 40  # in a cell; the notes have all of it
 
 
 def by_workload(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
@@ -32,7 +35,7 @@ def headers(rows: Sequence[Row]) -> list[str]:
 
 
 def cells(row: Row, peers: Sequence[str]) -> list[str]:
-    """One line of the table."""
+    """One line of the table; a peer that failed has its reason in place of a time."""
     line = [
         str(row.num_tokens),
         f"{row.work.experts_hit:.1f}",
@@ -46,7 +49,8 @@ def cells(row: Row, peers: Sequence[str]) -> list[str]:
         if name in row.timings:
             line += [f"{row.timings[name].us:.1f}", f"{row.ratio(name):.2f}"]
         else:
-            line += ["failed" if name in row.failures else "-", ""]
+            reason = row.failures.get(name)
+            line += [f"failed: {shorten(reason, REASON_WIDTH)}" if reason else "-", ""]
     return line
 
 

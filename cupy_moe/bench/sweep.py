@@ -112,9 +112,9 @@ def _sweep_batch(
 
     def graph(tiling: Tiling | None) -> Any:
         if tiling is None:
-            return capture(calls)[0]
+            return capture(calls)
         with tiled_as(tiling):
-            return capture(calls)[0]
+            return capture(calls)
 
     choice = graph(None)
     quick = {

@@ -4,28 +4,62 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-__all__ = ["WARMUPS", "capture", "free_memory", "interleaved_us", "median_us"]
+__all__ = [
+    "WARMUPS",
+    "CapturedCalls",
+    "capture",
+    "free_memory",
+    "gpu_works",
+    "interleaved_us",
+    "median_us",
+    "synchronize",
+]
 
 WARMUPS = 3
 
 
-def capture(calls: Sequence[Callable[[], Any]]) -> tuple[Any, list[Any]]:
-    """CUDA graph of the calls back to back, and the result of each in the graph's memory.
+@dataclass(frozen=True, eq=False)
+class CapturedCalls:
+    """A CUDA graph of calls, and everything whose address it holds.
 
-    The calls run once outside of the graph first, which compiles whatever is compiled.
+    Attributes
+    ----------
+    graph : torch.cuda.CUDAGraph
+    calls : sequence of callable
+        They own the inputs that the graph reads: memory that was allocated before the capture is
+        not the graph's, and goes to whoever allocates next once the calls are gone.
+    results : list
+        What each call returned, in the graph's memory.
+    """
+
+    graph: Any
+    calls: Sequence[Callable[[], Any]]
+    results: list[Any]
+
+    def replay(self) -> None:
+        """Enqueue all calls on torch's current stream."""
+        self.graph.replay()
+
+
+def capture(calls: Sequence[Callable[[], Any]]) -> CapturedCalls:
+    """Record the calls back to back.
+
+    They run once outside of the graph first, which compiles whatever is compiled.
     """
     import torch
 
     for call in calls:
         call()
-    torch.cuda.synchronize()
+    synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # A capture that fails does not leave its stream; the outer block does.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         results = [call() for call in calls]
-    return graph, results
+    return CapturedCalls(graph, calls, results)
 
 
 def interleaved_us(
@@ -56,6 +90,22 @@ def interleaved_us(
 def median_us(work: Callable[[], Any], rounds: int = 15) -> float:
     """Median time of one work alone."""
     return median(interleaved_us({"": work}, rounds)[""])
+
+
+def synchronize() -> None:
+    """Wait for the GPU; raises what went wrong on it."""
+    import torch
+
+    torch.cuda.synchronize()
+
+
+def gpu_works() -> bool:
+    """Whether this process can still use the GPU: after a failed kernel it cannot."""
+    try:
+        synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def free_memory() -> None:

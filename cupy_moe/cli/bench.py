@@ -87,21 +87,18 @@ def show(report: Report, console: Console) -> None:
 
 
 def run_fp8(args: argparse.Namespace, console: Console) -> int:
-    """Run ``bench fp8``; peers that are missing or fail are named and do not change the code."""
+    """Run ``bench fp8``: 1 if a peer failed in some row, 0 where peers are only missing.
+
+    Rows that were measured before an error are reported before it is raised.
+    """
     _check_files(args)
     require_fp8_gpu()
     peers, missing = present_peers(() if args.peers == ["none"] else args.peers)
     with console.status("ceilings"):
         ceilings = measure_ceilings()
         free_memory()
-    workloads = _workloads(args)
-    rows = []
-    with _progress(console) as progress:
-        task = progress.add_task("rows", total=len(workloads) * len(args.tokens))
-        for row in measure_all(workloads, args.tokens, peers, ceilings, args.replays):
-            rows.append(row)
-            progress.update(task, advance=1, description=f"{row.workload.key}, {row.num_tokens}")
     contenders: list[type[Contender]] = [CupyMoe, *peers]
+    rows: list[Row] = []
     report = Report(
         environment=describe_environment(contenders),
         ceilings=ceilings,
@@ -109,6 +106,21 @@ def run_fp8(args: argparse.Namespace, console: Console) -> int:
         missing=missing,
         rows=rows,
     )
+    workloads = _workloads(args)
+    try:
+        with _progress(console) as progress:
+            task = progress.add_task("rows", total=len(workloads) * len(args.tokens))
+            for row in measure_all(workloads, args.tokens, peers, ceilings, args.replays):
+                rows.append(row)
+                name = f"{row.workload.key}, {row.num_tokens}"
+                progress.update(task, advance=1, description=name)
+    finally:
+        if rows:
+            _deliver(report, args, console)
+    return int(any(row.failures for row in rows))
+
+
+def _deliver(report: Report, args: argparse.Namespace, console: Console) -> None:
     show(report, console)
     if args.json:
         write_json(args.json, report.as_dict())
@@ -116,7 +128,6 @@ def run_fp8(args: argparse.Namespace, console: Console) -> int:
     if args.plot:
         plot(args.plot, report)
         console.print(f"plot written to {args.plot}", markup=False)
-    return 0
 
 
 # --- sweep ----------------------------------------------------------------------------------------
