@@ -177,7 +177,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: all"
     )
-    parser.add_argument("--tokens", nargs="+", type=_positive, default=list(TOKENS), metavar="T")
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=_positive,
+        default=list(TOKENS),
+        metavar="T",
+        help=f"rows of a workload; default: {' '.join(map(str, TOKENS))}",
+    )
     parser.add_argument(
         "--replays", type=_positive, default=15, help="of every graph; the median counts"
     )

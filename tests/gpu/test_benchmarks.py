@@ -12,9 +12,10 @@ from cupy_moe.bench.ceilings import Ceilings, copy_bandwidth, dense_fp8_rate, re
 from cupy_moe.bench.contenders import CupyMoe
 from cupy_moe.bench.layers import BenchLayer, make_batch, make_layer
 from cupy_moe.bench.measure import measure
+from cupy_moe.bench.peers import PEERS
 from cupy_moe.bench.peers.humming import weighted_sum
-from cupy_moe.bench.timing import free_memory
-from cupy_moe.bench.workloads import WORKLOADS
+from cupy_moe.bench.timing import capture, free_memory
+from cupy_moe.bench.workloads import WORKLOADS, Workload
 from cupy_moe.testing.compare import assert_within, compare
 from tests.gpu.support import tolerance_of, torch_oracle
 from tests.gpu_evidence import Evidence
@@ -65,6 +66,36 @@ def test_layer(tokens: int, layer: BenchLayer, ceilings: Ceilings, evidence: Evi
         f"fp8 layer {name}",
         {**{f: record[f] for f in figures}, "calls_in_graph": row.num_calls},
     )
+
+
+@pytest.mark.parametrize("key", PEERS)
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_installed_peers_are_timed(
+    key: str, tokens: int, layer: BenchLayer, ceilings: Ceilings
+) -> None:
+    """A whole-layer peer is, by what `measure` demands, close to our output."""
+    if reason := PEERS[key].missing():
+        pytest.skip(reason)
+    batch, peer = make_batch(layer.workload, tokens), PEERS[key](layer)
+    row = measure(layer, batch, ceilings, replays=3, peers=[peer])
+    assert row.failures == {}
+    assert peer.name in row.timings
+
+
+def test_captured_calls_keep_their_inputs() -> None:
+    """Whoever allocates after the capture does not get the memory of the routing."""
+    import torch
+
+    layer = make_layer(Workload("small", "none", 1024, 256, 16, 4, 16))
+    batch, ours = make_batch(layer.workload, 4), CupyMoe(layer)
+    captured = capture([ours.prepare(batch.hidden, ids, batch.weights) for ids in batch.routings])
+    captured.replay()
+    expected = [result.clone() for result in captured.results]
+    others = [torch.full((n,), -1, dtype=torch.int32, device="cuda") for n in 32 * [16, 64, 2048]]
+    captured.replay()
+    for result, before in zip(captured.results, expected, strict=True):
+        assert torch.equal(result, before)
+    assert all(bool((other == -1).all()) for other in others)
 
 
 def test_weighted_sum_of_a_peer() -> None:
