@@ -71,7 +71,7 @@ class Fake(Contender):
         self._growth = 1.0
 
     def prepare(self, hidden: Any, ids: Any, weights: Any) -> Callable[[], Any]:
-        inputs = torch.ones(4, 8)
+        inputs, own_factor = torch.ones(4, 8), self.factor
 
         def call() -> Any:
             address, output = weakref.ref(inputs), torch.full((4, 8), torch.nan)
@@ -79,7 +79,7 @@ class Fake(Contender):
             def kernel() -> None:
                 self._growth *= self.growth
                 memory = address()
-                factor = self.factor * self._growth
+                factor = own_factor * self._growth
                 output.copy_(output * torch.nan if memory is None else factor * memory)
 
             launch(kernel)
@@ -105,6 +105,21 @@ class Wrong(Fake):
 class NotANumber(Fake):
     name = "NotANumber"
     factor = float("nan")
+
+
+class WrongOnce(Fake):
+    """Only its first call is wrong."""
+
+    name = "WrongOnce"
+
+    def prepare(self, hidden: Any, ids: Any, weights: Any) -> Callable[[], Any]:
+        call = super().prepare(hidden, ids, weights)
+        self.factor = 1.0
+        return call
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        self.factor = 1.2
 
 
 class Parts(Fake):
@@ -189,10 +204,11 @@ def test_peers_that_answer_are_timed() -> None:
 
 @pytest.mark.usefixtures("_no_gpu")
 def test_peers_that_fail_are_named_and_not_timed() -> None:
-    row = measured(Wrong, NotANumber, Raising, Unloadable, Good)
+    row = measured(Wrong, WrongOnce, NotANumber, Raising, Unloadable, Good)
     assert row.timings.keys() == {"cupy_moe", "Good"}
     assert row.failures == {
         "Wrong": "relative L2 distance from our output: 0.2",
+        "WrongOnce": "relative L2 distance from our output: 0.2",
         "NotANumber": "relative L2 distance from our output: inf",
         "Raising": "RuntimeError: no kernel for this size",
         "Unloadable": "ImportError: no compiler",

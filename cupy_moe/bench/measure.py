@@ -147,7 +147,7 @@ def measure(
     except RuntimeError as error:
         raise RuntimeError(f"{row}: timing {', '.join(graphs)}: {_sentence(error)}") from error
     checked = {name: graph for name, graph in graphs.items() if name in (OURS, *errors)}
-    distances = {name: _rel_l2(graph.results[-1], expected) for name, graph in checked.items()}
+    distances = {name: _distance(graph.results, expected) for name, graph in checked.items()}
     changed = _too_far(distances, "our output after the timed replays")
     if OURS in changed:
         raise RuntimeError(f"{row}: {OURS}: {changed[OURS]}")
@@ -164,20 +164,20 @@ def measure(
     )
 
 
-def _capture_ours(layer: BenchLayer, batch: Batch, row: str) -> tuple[CapturedCalls, Any]:
-    """Our calls, and a copy of the last one's output, which peers are held to."""
+def _capture_ours(layer: BenchLayer, batch: Batch, row: str) -> tuple[CapturedCalls, list[Any]]:
+    """Our calls, and copies of their outputs, which peers are held to."""
     try:
         captured = _captured(CupyMoe(layer), batch)
-        expected = _answer(captured).clone()
+        expected = [output.clone() for output in _answers(captured)]
     except Exception as error:
         raise RuntimeError(f"{row}: {OURS}: {_sentence(error)}") from error
-    if not bool(expected.isfinite().all()):
+    if not all(bool(output.isfinite().all()) for output in expected):
         raise RuntimeError(f"{row}: {OURS}: the output is not finite.")
     return captured, expected
 
 
 def _capture_peers(
-    peers: Sequence[Contender], batch: Batch, expected: Any, row: str
+    peers: Sequence[Contender], batch: Batch, expected: Sequence[Any], row: str
 ) -> tuple[dict[str, CapturedCalls], dict[str, float], dict[str, str]]:
     """Graphs of the peers that answer rightly, distances from our output, reasons of the others."""
     graphs, errors, failures = {}, {}, {}
@@ -185,7 +185,7 @@ def _capture_peers(
         try:
             graphs[peer.name] = _captured(peer, batch)
             if peer.whole_layer:
-                errors[peer.name] = _rel_l2(_answer(graphs[peer.name]), expected)
+                errors[peer.name] = _distance(_answers(graphs[peer.name]), expected)
         except Exception as error:  # whatever another package raises is its result here
             failures[peer.name] = _reason(error, f"{row}: {peer.name}")
     failures |= _too_far(errors, "our output")
@@ -208,11 +208,17 @@ def _captured(contender: Contender, batch: Batch) -> CapturedCalls:
     return captured
 
 
-def _answer(captured: CapturedCalls) -> Any:
-    """Output of the last call in a replay that has to write all of it."""
-    output = captured.results[-1].fill_(math.nan)
+def _answers(captured: CapturedCalls) -> list[Any]:
+    """Replay into outputs of NaN, so that one which is not written is noticed."""
+    for output in captured.results:
+        output.fill_(math.nan)
     captured.replay()
-    return output
+    return captured.results
+
+
+def _distance(outputs: Sequence[Any], expected: Sequence[Any]) -> float:
+    """Largest relative L2 distance of a call's output; infinite if one is not a number."""
+    return max(_rel_l2(*pair) for pair in zip(outputs, expected, strict=True))
 
 
 def _too_far(distances: Mapping[str, float], what: str) -> dict[str, str]:
