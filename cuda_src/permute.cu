@@ -14,6 +14,7 @@
 #include "common/types.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
+#include "routing/slots.cuh"
 
 namespace cupy_moe {
 
@@ -77,12 +78,9 @@ struct Run {
   }
 };
 
-// Local expert of a slot, or -1. The difference modulo 2^32 of any 32-bit id and a local range
-// below 2^31 is smaller than the range only for ids in it: no id wraps into the range.
 __device__ i32 local_expert(const Params& p, i32 word) {
-  const u32 id = static_cast<u32>(Config::kPackedIds ? word >> 16 : word);
-  const u32 local = id - static_cast<u32>(p.local_expert_offset);
-  return local < static_cast<u32>(p.local_num_experts) ? static_cast<i32>(local) : -1;
+  return routing::local_expert(word, Config::kPackedIds,
+                               {p.local_expert_offset, p.local_num_experts});
 }
 
 // Calls `step(slot, present, word)` for 32 slots at a time, in order and with all lanes.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from cupy_moe.kernels.expand import bind_expand
@@ -109,7 +109,7 @@ class _Functions:
     """The loaded kernels of a plan."""
 
     route: Function | None
-    permute: Function
+    permute: Function | None
     expand: Function | None
     fc1: Function
     fc2: Function
@@ -130,7 +130,7 @@ def _load(
 
     return _Functions(
         route=function(plan.route) if plan.route else None,
-        permute=function(plan.permute),
+        permute=function(plan.permute) if plan.permute else None,
         expand=function(plan.expand) if plan.expand else None,
         fc1=function(plan.fc1),
         fc2=function(plan.fc2),
@@ -170,9 +170,9 @@ def _weight_map(
         return encode_tensor_map(weights, shape, strides, (TILE_K, config.tile_m, 1, 1))
 
 
-def _tile_counter(plan: MoePlan, config: GemmConfig, schedule: int) -> int:
+def _tile_counter(plan: MoePlan, config: GemmConfig, scratch: dict[str, int]) -> int:
     """Address of a GEMM's counter: the number of token tiles, then FC1's and FC2's counters."""
-    return schedule + 4 * (1 + config.gemm_stage.value) if plan.take_tiles else 0
+    return scratch["schedule"] + 4 * (1 + config.gemm_stage.value) if plan.take_tiles else 0
 
 
 def _token_map(device: int, config: GemmConfig, address: int, rows: int, k: int) -> bytes:
@@ -234,24 +234,25 @@ def bind_stages(
                 pdl=pdl,
             )
         )
-    launches.append(
-        bind_permute(
-            functions.permute,
-            plan.permute,
-            topk_ids=topk_ids,
-            expert_weights=expert_weights if packed else 0,
-            expanded_to_permuted=to_permuted,
-            permuted_to_expanded=scratch["permuted_to_expanded"],
-            tile_info=scratch["tile_info"],
-            schedule=scratch["schedule"],
-            num_slots=problem.num_slots,
-            local_num_experts=experts,
-            local_expert_offset=problem.local_expert_offset,
-            tile_n=plan.tile_n,
-            stream=stream,
-            pdl=pdl,
+    if functions.permute is not None and plan.permute is not None:
+        launches.append(
+            bind_permute(
+                functions.permute,
+                plan.permute,
+                topk_ids=topk_ids,
+                expert_weights=expert_weights if packed else 0,
+                expanded_to_permuted=to_permuted,
+                permuted_to_expanded=scratch["permuted_to_expanded"],
+                tile_info=scratch["tile_info"],
+                schedule=scratch["schedule"],
+                num_slots=problem.num_slots,
+                local_num_experts=experts,
+                local_expert_offset=problem.local_expert_offset,
+                tile_n=plan.tile_n,
+                stream=stream,
+                pdl=pdl,
+            )
         )
-    )
     tokens = at.hidden_states
     if functions.expand is not None and plan.expand is not None:
         # NOTE: the copy is dead when FC2 starts to write, and takes half of its output's bytes.
@@ -272,8 +273,24 @@ def bind_stages(
             )
         )
         tokens = gemm2_output
+    bind_gemm = partial(
+        bind_grouped_gemm,
+        permuted_to_expanded=scratch.get("permuted_to_expanded", 0),
+        tile_info=scratch.get("tile_info", 0),
+        num_n_tiles=scratch.get("schedule", 0),
+        topk_ids=topk_ids,
+        expert_weights=expert_weights if packed else 0,
+        expanded_to_permuted=to_permuted,
+        num_slots=problem.num_slots,
+        packed_ids=packed,
+        local_num_experts=experts,
+        local_expert_offset=problem.local_expert_offset,
+        top_k=problem.top_k,
+        stream=stream,
+        pdl=pdl,
+    )
     launches += [
-        bind_grouped_gemm(
+        bind_gemm(
             functions.fc1,
             plan.fc1,
             plan.fc1_grid,
@@ -283,10 +300,7 @@ def bind_stages(
             ),
             weights=at.gemm1_weights,
             tokens=tokens,
-            permuted_to_expanded=scratch["permuted_to_expanded"],
-            tile_info=scratch["tile_info"],
-            num_n_tiles=scratch["schedule"],
-            tile_counter=_tile_counter(plan, plan.fc1, scratch["schedule"]),
+            tile_counter=_tile_counter(plan, plan.fc1, scratch),
             output_scales=at.output1_scales,
             gate_scales=at.output1_gate_scales,
             clamp_limits=at.clamp_limit,
@@ -294,12 +308,10 @@ def bind_stages(
             output=scratch["intermediate"],
             m=problem.fc1_rows,
             k=hidden_size,
-            top_k=problem.top_k,
             token_scales_are_f32=weights_are_f32,
-            stream=stream,
-            pdl=pdl,
+            prefetch_steps=plan.prefetch_steps,
         ),
-        bind_grouped_gemm(
+        bind_gemm(
             functions.fc2,
             plan.fc2,
             plan.fc2_grid,
@@ -311,10 +323,7 @@ def bind_stages(
             ),
             weights=at.gemm2_weights,
             tokens=scratch["intermediate"],
-            permuted_to_expanded=scratch["permuted_to_expanded"],
-            tile_info=scratch["tile_info"],
-            num_n_tiles=scratch["schedule"],
-            tile_counter=_tile_counter(plan, plan.fc2, scratch["schedule"]),
+            tile_counter=_tile_counter(plan, plan.fc2, scratch),
             output_scales=at.output2_scales,
             gate_scales=0,
             clamp_limits=0,
@@ -322,10 +331,8 @@ def bind_stages(
             output=gemm2_output,
             m=hidden_size,
             k=problem.intermediate_size,
-            top_k=problem.top_k,
             token_scales_are_f32=False,
-            stream=stream,
-            pdl=pdl,
+            prefetch_steps=0,
         ),
     ]
     if functions.finalize is not None and plan.finalize is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from cupy_moe.kernels.expand import ExpandConfig, all_expand_configs
 from cupy_moe.kernels.finalize import FinalizeConfig, all_finalize_configs
 from cupy_moe.kernels.grouped_gemm import (
+    TILE_K,
     TILE_SHAPES,
     GemmConfig,
     GemmStage,
@@ -23,6 +24,7 @@ from cupy_moe.kernels.grouped_gemm import (
     all_gemm_configs,
     gather_choices,
     mainloop_for,
+    sort_choices,
 )
 from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs, permute_config
 from cupy_moe.kernels.route import RouteConfig, all_route_configs, route_config
@@ -172,11 +174,12 @@ class Tiling:
     fc1_tile_m: int
     fc2_tile_m: int
     gather: bool = True  # FC1 gathers token rows itself, else a permuted copy is made first
+    sort: bool = False  # the GEMMs sort the slots themselves, else a kernel does it first
 
     def __str__(self) -> str:
         """Short form for tables: ``128|256 x 64``."""
-        copied = "" if self.gather else " copied"
-        return f"{self.fc1_tile_m}|{self.fc2_tile_m} x {self.tile_n}{copied}"
+        notes = ("" if self.gather else " copied") + (" sorting" if self.sort else "")
+        return f"{self.fc1_tile_m}|{self.fc2_tile_m} x {self.tile_n}{notes}"
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ class MoePlan:
     tile_n: int
     capacity: int  # rows of the permuted buffers
     route: RouteConfig | None
-    permute: PermuteConfig
+    permute: PermuteConfig | None  # None: the GEMMs sort the slots themselves
     expand: ExpandConfig | None
     expand_grid: int
     fc1: GemmConfig
@@ -195,6 +198,7 @@ class MoePlan:
     fc1_grid: int
     fc2_grid: int
     take_tiles: bool  # blocks take tiles from a counter instead of walking in a fixed stride
+    prefetch_steps: int  # of K, of a block's most probable first tile, before the order is known
     finalize: FinalizeConfig | None
     scratch: ScratchLayout
 
@@ -204,10 +208,11 @@ def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
     kind = mainloop_for(device.arch)
     shapes = TILE_SHAPES[kind]
     return [
-        Tiling(tile_n, fc1_tile_m, fc2_tile_m, gather)
+        Tiling(tile_n, fc1_tile_m, fc2_tile_m, gather, sort)
         for fc1_tile_m, tile_n in shapes
         for fc2_tile_m, other_tile_n in shapes
         for gather in gather_choices(kind, fc1_tile_m, tile_n)
+        for sort in sort_choices(tile_n, problem.num_slots)
         if tile_n == other_tile_n
         and problem.fc1_rows % fc1_tile_m == 0
         and problem.hidden_size % fc2_tile_m == 0
@@ -221,6 +226,8 @@ _COMPUTE_BOUND_SHARE = 128.0  # from here on larger weight tiles win over finer 
 _TOLERATED_IDLE = 0.05  # of the multiprocessors, averaged over the waves
 _UNEVEN_TILE_N = 64  # from here on the time of a tile follows its rows in use
 _FEW_WAVES = 4.0  # up to here a fixed stride wins over taking tiles from a counter
+_ALL_EXPERTS_SHARE = 4.0  # from here on nearly every expert is hit
+_PREFETCH_BYTES = 24 << 20  # into L2, while the slots are sorted
 
 
 def _share(problem: MoeProblem) -> float:
@@ -263,20 +270,39 @@ def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
     """Tiling for the sizes and the device; a matter of speed only."""
     kind = mainloop_for(device.arch)
     tile_n = _choose_tile_n(problem, kind)
+    sort = max(sort_choices(tile_n, problem.num_slots))
     if kind is MainloopKind.Mma:
-        return Tiling(tile_n, 128, 128)
+        return Tiling(tile_n, 128, 128, sort=sort)
     return Tiling(
         tile_n,
         _choose_tile_m(problem, problem.fc1_rows, tile_n, device.num_sms),
         _choose_tile_m(problem, problem.hidden_size, tile_n, device.num_sms),
         gather=tile_n < 128,
+        sort=sort,
     )
 
 
 def _takes_tiles(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> bool:
-    """Whether blocks take tiles from a counter: a trip to L2 each, which uneven or many repay."""
+    """Whether blocks take tiles from a counter: a trip to L2 each, which uneven or many repay.
+
+    Without the permutation kernel nobody sets the counters to zero.
+    """
+    if fc1.sort_slots:
+        return False
     waves = _expected_waves(problem, problem.fc1_rows, fc1.tile_m, fc1.tile_n, num_sms)
     return fc1.tile_n >= _UNEVEN_TILE_N or waves > _FEW_WAVES
+
+
+def _prefetch_steps(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> int:
+    """Count the steps of K of first weight tiles that arrive while the slots are sorted.
+
+    The tiles are guessed: every expert is hit by so many slots, and has one token tile.
+    """
+    share = _share(problem)
+    if fc1.sort_slots or not _ALL_EXPERTS_SHARE <= share <= _COMPUTE_BOUND_SHARE:
+        return 0
+    step_bytes = num_sms * fc1.tile_m * TILE_K
+    return min(problem.hidden_size // TILE_K, _PREFETCH_BYTES // step_bytes)
 
 
 def max_token_tiles(num_slots: int, local_num_experts: int, tile_n: int) -> int:
@@ -289,14 +315,17 @@ def _persistent_grid(config: GemmConfig, rows: int, token_tiles: int, num_sms: i
     return max(1, min(num_sms * config.min_blocks, rows // config.tile_m * token_tiles))
 
 
-def _scratch_buffers(problem: MoeProblem, capacity: int, token_tiles: int) -> list[tuple[str, int]]:
-    """Buffers in the order of their first use; what the caller receives is not among them."""
-    buffers = [
-        ("permuted_to_expanded", 4 * capacity),
-        ("tile_info", 16 * token_tiles),
-        ("schedule", 4 * (1 + len(GemmStage))),
-        ("intermediate", capacity * problem.intermediate_size),
-    ]
+def _scratch_buffers(
+    problem: MoeProblem, capacity: int, token_tiles: int, *, sort: bool
+) -> list[tuple[str, int]]:
+    """Buffers of a plan; what the caller receives is not among them."""
+    buffers = [("intermediate", capacity * problem.intermediate_size)]
+    if not sort:
+        buffers += [
+            ("permuted_to_expanded", 4 * capacity),
+            ("tile_info", 16 * token_tiles),
+            ("schedule", 4 * (1 + len(GemmStage))),
+        ]
     if problem.routing_source is RoutingSource.Logits:
         buffers.append(("topk_ids", 4 * problem.num_slots))
     if problem.do_finalize:
@@ -321,32 +350,43 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         tiling.fc1_tile_m,
         tile_n,
         gather_tokens=tiling.gather,
+        sort_slots=tiling.sort,
     )
     fc2 = GemmConfig.make(
-        GemmStage.Fc2, problem.activation, kind, tiling.fc2_tile_m, tile_n, gather_tokens=False
+        GemmStage.Fc2,
+        problem.activation,
+        kind,
+        tiling.fc2_tile_m,
+        tile_n,
+        gather_tokens=False,
+        sort_slots=tiling.sort,
     )
     expand = None if tiling.gather else ExpandConfig()
     from_logits = problem.routing_source is RoutingSource.Logits
+    permute = permute_config(
+        packed_ids=problem.routing_source is RoutingSource.Packed,
+        num_slots=problem.num_slots,
+        local_num_experts=problem.local_num_experts,
+        arch=device.arch,
+    )
     return MoePlan(
         arch=device.arch,
         tile_n=tile_n,
         capacity=capacity,
         route=route_config(problem) if from_logits else None,
-        permute=permute_config(
-            packed_ids=problem.routing_source is RoutingSource.Packed,
-            num_slots=problem.num_slots,
-            local_num_experts=problem.local_num_experts,
-            arch=device.arch,
-        ),
+        permute=None if tiling.sort else permute,
         expand=expand,
         expand_grid=expand.grid(capacity, device.num_sms) if expand else 0,
         fc1=fc1,
         fc2=fc2,
         fc1_grid=_persistent_grid(fc1, problem.fc1_rows, token_tiles, device.num_sms),
         take_tiles=_takes_tiles(problem, fc1, device.num_sms),
+        prefetch_steps=_prefetch_steps(problem, fc1, device.num_sms),
         fc2_grid=_persistent_grid(fc2, problem.hidden_size, token_tiles, device.num_sms),
         finalize=FinalizeConfig() if problem.do_finalize else None,
-        scratch=ScratchLayout.pack(_scratch_buffers(problem, capacity, token_tiles)),
+        scratch=ScratchLayout.pack(
+            _scratch_buffers(problem, capacity, token_tiles, sort=tiling.sort)
+        ),
     )
 
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "gemm/order.cuh"
 #include "gemm/problem.cuh"
 #include "gemm/scheduler.cuh"
 #include "ptx/cp_async.cuh"
@@ -28,7 +29,7 @@ struct FeedWgmma {
   using Ring = RingCursor<kNumStages>;
   using Queue = TileQueue<kConsumerWarps + kTokenWarps>;
 
-  struct Smem {
+  struct Smem : Order<Config> {
     alignas(1024) u8 weights[kNumStages][Config::kTileM * kTileBytesK];
     alignas(1024) u8 tokens[kNumStages][Config::kTileN * kTileBytesK];
     alignas(16) u8 staging[kConsumers][2][Config::kStagingBytes];
@@ -50,10 +51,22 @@ struct FeedWgmma {
     __syncthreads();
   }
 
+  // Before the list of tiles is there, for many slots: most probably every expert has one token
+  // tile, and this block takes this weight tile first. It costs bandwidth nobody else uses.
+  __device__ static void prefetch_weights(const Params& p) {
+    const i32 num_m_tiles = p.m / Config::kTileM;
+    const i32 expert = static_cast<i32>(blockIdx.x) / num_m_tiles;
+    if (expert >= p.local_num_experts) return;
+    const i32 row = static_cast<i32>(blockIdx.x) % num_m_tiles * Config::kTileM;
+    for (i32 step = 0; step < p.prefetch_steps; ++step) {
+      ptx::tma_prefetch_4d(&p.weight_map, 0, row, step, expert);
+    }
+  }
+
   __device__ static void copy_weights(Smem& smem, const Params& p) {
     constexpr ptx::L2Hint kHint =
         Config::kStreamWeights ? ptx::L2Hint::EvictFirst : ptx::L2Hint::EvictNormal;
-    const TileList<Config> tiles(p);
+    const TileList<Config> tiles(p, smem);
     Tile tile;
     Ring ring;
     typename Queue::Cursor queued;
@@ -75,7 +88,7 @@ struct FeedWgmma {
 
   // Only the boxes with rows in use are copied.
   __device__ static void copy_tokens(Smem& smem, const Params& p, i32 lane) {
-    const TileList<Config> tiles(p);
+    const TileList<Config> tiles(p, smem);
     Tile tile;
     Ring ring;
     typename Queue::Cursor queued;
@@ -118,7 +131,7 @@ struct FeedWgmma {
       ring.advance();
     };
 
-    const TileList<Config> tiles(p);
+    const TileList<Config> tiles(p, smem);
     Tile tile;
     Ring ring, announced;
     typename Queue::Cursor queued;
@@ -128,7 +141,7 @@ struct FeedWgmma {
 #pragma unroll
       for (i32 i = 0; i < kPasses; ++i) {
         const i32 r = min(row + i * kRowsAtOnce, tile.num_rows - 1);
-        source[i] = static_cast<u32>(source_row<Config>(p, tile.first_row + r));
+        source[i] = static_cast<u32>(source_row<Config>(p, smem, tile.first_row + r));
       }
       const u8* column = p.tokens + vector * 16;
       const u32 row_bytes = static_cast<u32>(p.k);

@@ -7,6 +7,7 @@
 
 #include "common/types.cuh"
 #include "formats/e4m3.cuh"
+#include "gemm/order.cuh"
 #include "gemm/problem.cuh"
 #include "gemm/scheduler.cuh"
 #include "ptx/cp_async.cuh"
@@ -48,7 +49,7 @@ struct MainloopMma {
   using Accumulators = float[kFragsM][kFragsN][4];
 
   // A ring of stages, each a weight tile and a token tile; the epilogue reuses it.
-  struct Smem {
+  struct Smem : Order<Config> {
     static constexpr i32 kWeightBytes = Config::kTileM * Config::kTileK;
     static constexpr i32 kStageBytes = kWeightBytes + Config::kTileN * Config::kTileK;
     static_assert(Config::kStagingBytes <= Config::kNumStages * kStageBytes);
@@ -197,16 +198,20 @@ struct MainloopMma {
     smem.token_offset[row] = -1;
     if (row >= tile.num_rows) return;
     const i32 permuted = tile.first_row + row;
-    smem.token_offset[row] = static_cast<i64>(source_row<Config>(p, permuted)) * p.k;
-    smem.token_scale[row] = load_token_scale<Config>(p, permuted);
+    smem.token_offset[row] = static_cast<i64>(source_row<Config>(p, smem, permuted)) * p.k;
+    smem.token_scale[row] = load_token_scale<Config>(p, smem, permuted);
   }
 
   // Calls epilogue(tile, group, accumulators, scales) for every tile of this block.
   template <typename Epilogue>
   __device__ static void for_each_tile(Smem& smem, const Params& p, Epilogue epilogue) {
     ptx::griddepcontrol_wait();
+    if constexpr (Config::kSortSlots) {
+      if (threadIdx.x < 32) smem.sort(p, static_cast<i32>(threadIdx.x));
+      __syncthreads();
+    }
     Group group{0, static_cast<i32>(threadIdx.x), smem};
-    const TileList<Config> tiles(p);
+    const TileList<Config> tiles(p, smem);
     Tile tile;
     for (u32 index = blockIdx.x; tiles.locate(index, tile); index += gridDim.x) {
       load_row(smem, p, tile);

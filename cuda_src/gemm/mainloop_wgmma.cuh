@@ -121,7 +121,7 @@ struct MainloopWgmma {
   template <typename Epilogue>
   __device__ static void consume(Smem& smem, const Params& p, i32 index, Epilogue epilogue) {
     Group group{index, static_cast<i32>(threadIdx.x) % kGroupThreads, smem};
-    const TileList<Config> tiles(p);
+    const TileList<Config> tiles(p, smem);
     Tile tile;
     Ring ring;
     typename Queue::Cursor queued;
@@ -129,7 +129,7 @@ struct MainloopWgmma {
       const epilogue::ExpertScales scales = load_scales<Config>(p, tile.expert);
       if (kIsFc1<Config> && group.thread < tile.num_rows) {
         smem.token_scale[index][group.thread] =
-            load_token_scale<Config>(p, tile.first_row + group.thread);
+            load_token_scale<Config>(p, smem, tile.first_row + group.thread);
       }
       Accumulators acc = {};
       multiply_rows_in_use(smem, ring, group, p.k / kTileBytesK, tile.num_rows, acc);
@@ -140,19 +140,26 @@ struct MainloopWgmma {
 
   // Calls epilogue(tile, group, accumulators, scales) for every tile of this block.
   //
-  // Unless tokens are gathered, this GEMM follows a kernel that let it start after the permutation
-  // had ended. So the list of tiles is there: weights are loaded at once, and only the rows that
-  // the kernel before writes are waited for.
+  // Unless tokens are gathered, this GEMM follows a kernel that let it start after the permutation,
+  // or whatever made the ids, had ended. So the list of tiles is there: weights are loaded at once,
+  // and only the rows that the kernel before writes are waited for.
   template <typename Epilogue>
   __device__ static void for_each_tile(Smem& smem, const Params& p, Epilogue epilogue) {
-    Feed::init_barriers(smem);
     const i32 warp = __shfl_sync(~0u, static_cast<i32>(threadIdx.x) / 32, 0);
     const i32 lane = static_cast<i32>(threadIdx.x) % 32;
+    if constexpr (Config::kSortSlots) {
+      if (warp == kConsumerWarps) {
+        if constexpr (kIsFc1<Config>) ptx::griddepcontrol_wait();
+        smem.sort(p, lane);
+      }
+    }
+    Feed::init_barriers(smem);
     if (warp >= kConsumerWarps) {
       ptx::setmaxnreg_dec<kProducerRegisters>();
       const i32 producer = warp - kConsumerWarps;
       if (producer == 0 && lane == 0) {
         ptx::prefetch_tensor_map(&p.weight_map);
+        Feed::prefetch_weights(p);
         if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
         Feed::copy_weights(smem, p);
       } else if (producer >= 2 && producer < 2 + Feed::kTokenWarps) {

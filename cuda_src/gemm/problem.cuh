@@ -1,10 +1,9 @@
-// What the grouped GEMM is given, and how a tile finds its rows and scales in it.
+// What the grouped GEMM is given, and how a tile finds its scales in it.
 #pragma once
 
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "epilogue/scales.cuh"
-#include "formats/bf16.cuh"
 
 namespace cupy_moe::gemm {
 
@@ -22,31 +21,24 @@ struct Params {
   const float* clamp_limits;   // [local_num_experts] or null: 7 / sg; SwigluStep only
   const void* token_scales;    // [num_tokens * top_k] bf16 or f32, or null; FC1 only
   u8* output;                  // FC1: [permuted rows, features] e4m3; FC2: bf16
+  // Where the kernel sorts the slots itself; the maps before are null then. FC1 writes the last
+  // two, as the permutation kernel does else.
+  const i32* topk_ids;        // [num_slots] ids or packed words
+  u16* expert_weights;        // [num_slots] bf16 of the packed words
+  i32* expanded_to_permuted;  // [num_slots] row of the slot, or -1
+  i32 num_slots;
+  i32 packed_ids;
+  i32 local_num_experts;
+  i32 local_expert_offset;
   i32 m;
   i32 k;
   i32 top_k;
   i32 token_scales_are_f32;
+  i32 prefetch_steps;  // of K, of the first tile's weights, into L2; Hopper loop only
 };
 
 template <typename Config>
 constexpr bool kIsFc1 = Config::kGemmStage == GemmStage::Fc1;
-
-// Row of `tokens` behind a permuted row that is in use.
-template <typename Config>
-__device__ __forceinline__ i32 source_row(const Params& p, i32 row) {
-  return Config::kGatherTokens ? p.permuted_to_expanded[row] / p.top_k : row;
-}
-
-// The routing weight that scales a row on the input side, as BF16.
-template <typename Config>
-__device__ __forceinline__ float load_token_scale(const Params& p, i32 row) {
-  if (!kIsFc1<Config> || p.token_scales == nullptr) return 1.0f;
-  const i32 expanded = p.permuted_to_expanded[row];
-  if (p.token_scales_are_f32) {
-    return formats::round_bf16(static_cast<const float*>(p.token_scales)[expanded]);
-  }
-  return formats::decode_bf16(static_cast<const u16*>(p.token_scales)[expanded]);
-}
 
 template <typename Config>
 __device__ __forceinline__ epilogue::ExpertScales load_scales(const Params& p, i32 expert) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "gemm/order.cuh"
 #include "gemm/problem.cuh"
 #include "ptx/mbarrier.cuh"
 
@@ -23,18 +24,20 @@ struct TileList {
   static constexpr u32 kBand = 16;
 
   const Params& p;
+  const Order<Config>& order;
   u32 num_m_tiles;
   u32 num_tiles;
 
-  __device__ explicit TileList(const Params& params)
+  __device__ TileList(const Params& params, const Order<Config>& row_order)
       : p(params),
+        order(row_order),
         num_m_tiles(static_cast<u32>(params.m) / Config::kTileM),
-        num_tiles(num_m_tiles * static_cast<u32>(*p.num_n_tiles)) {}
+        num_tiles(num_m_tiles * static_cast<u32>(order.num_tiles(p))) {}
 
   // False past the end of the list.
   __device__ bool locate(u32 index, Tile& tile) const {
     if (index >= num_tiles) return false;
-    const int4 info = p.tile_info[index / num_m_tiles];
+    const int4 info = order.tile(p, index / num_m_tiles);
     const u32 first = static_cast<u32>(info.y);
     const u32 in_expert = index - first * num_m_tiles;
     const u32 band = in_expert / (kBand * num_m_tiles) * kBand;
@@ -44,7 +47,7 @@ struct TileList {
     tile.m_tile = static_cast<i32>(in_band / width);
     tile.n_tile = static_cast<i32>(first + band + in_band % width);
     tile.first_row = tile.n_tile * Config::kTileN;
-    tile.num_rows = info.z == 1 ? info.w : p.tile_info[tile.n_tile].w;
+    tile.num_rows = info.z == 1 ? info.w : order.tile(p, tile.n_tile).w;
     return true;
   }
 };

@@ -37,6 +37,14 @@ __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u6
       : "memory");
 }
 
+// Brings the box into L2 only.
+__device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, i32 c0, i32 c1, i32 c2,
+                                                i32 c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
 // Orders this thread's ordinary shared-memory writes before later reads by the copy engine and the
 // tensor cores.
 __device__ __forceinline__ void fence_proxy_async_shared() {

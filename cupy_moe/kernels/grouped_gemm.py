@@ -25,6 +25,7 @@ __all__ = [
     "bind_grouped_gemm",
     "gather_choices",
     "mainloop_for",
+    "sort_choices",
 ]
 
 PARAMS = ParamLayout(
@@ -41,10 +42,18 @@ PARAMS = ParamLayout(
     ("clamp_limits", "ptr"),
     ("token_scales", "ptr"),
     ("output", "ptr"),
+    ("topk_ids", "ptr"),
+    ("expert_weights", "ptr"),
+    ("expanded_to_permuted", "ptr"),
+    ("num_slots", "i32"),
+    ("packed_ids", "i32"),
+    ("local_num_experts", "i32"),
+    ("local_expert_offset", "i32"),
     ("m", "i32"),
     ("k", "i32"),
     ("top_k", "i32"),
     ("token_scales_are_f32", "i32"),
+    ("prefetch_steps", "i32"),
 )
 
 TILE_K = 128
@@ -90,6 +99,11 @@ TILE_SHAPES = {
 _SMEM_LIMIT = {MainloopKind.Mma: 99 * 1024, MainloopKind.Wgmma: 227 * 1024}
 _MAX_STAGES = {MainloopKind.Mma: 5, MainloopKind.Wgmma: 24}
 _TILE_QUEUE_DEPTH = 4  # kDepth of gemm::TileQueue
+
+# What gemm::SortedOrder sorts, a slot a lane of one warp, into tiles of so many tokens.
+MAX_SORTED_SLOTS = 32
+SORTED_TILE_N = 8
+_SORTED_ORDER_BYTES = (16 + 4 * SORTED_TILE_N + 4) * MAX_SORTED_SLOTS + 4
 _SMEM_ALIGNMENT = {MainloopKind.Mma: 128, MainloopKind.Wgmma: 1024}
 
 
@@ -114,6 +128,7 @@ class GemmConfig:
     num_threads: int
     min_blocks: int
     gather_tokens: bool  # by permuted_to_expanded; else rows are in place
+    sort_slots: bool  # itself; else a kernel before has made the maps
     stream_weights: bool  # weights leave the L2 cache first
     staging_bytes: int  # of one group of threads that shares output rows
     smem_bytes: int
@@ -128,6 +143,7 @@ class GemmConfig:
         tile_n: int,
         *,
         gather_tokens: bool,
+        sort_slots: bool = False,
     ) -> GemmConfig:
         """Fill in what follows from the tile; FC2 has no activation of its own."""
         if (tile_m, tile_n) not in TILE_SHAPES[kind]:
@@ -143,7 +159,7 @@ class GemmConfig:
         staging_bytes = staged_tokens * (row_bytes + 16)  # kPitch of epilogue::TileStore
         scaled_rows = groups * (tile_n if stage is GemmStage.Fc1 or not is_wgmma else 1)
         num_stages, smem_bytes = _shared_memory(
-            kind, tile_m, tile_n, 2 * groups * staging_bytes, scaled_rows
+            kind, tile_m, tile_n, 2 * groups * staging_bytes, scaled_rows, sort_slots=sort_slots
         )
         warps_n = 2 if not is_wgmma and tile_n >= 32 else 1
         warps_m = 4 * groups
@@ -162,6 +178,7 @@ class GemmConfig:
             # NOTE: a register cap of two blocks an SM makes larger token tiles spill (NVRTC 13.0).
             min_blocks=2 if not is_wgmma and tile_n <= 32 else 1,
             gather_tokens=gather_tokens,
+            sort_slots=sort_slots,
             stream_weights=tile_n < 128,
             staging_bytes=staging_bytes,
             smem_bytes=smem_bytes,
@@ -185,34 +202,59 @@ def _output_row_bytes(stage: GemmStage, activation: ActivationType, weight_rows:
 
 
 def _shared_memory(
-    kind: MainloopKind, tile_m: int, tile_n: int, staging_bytes: int, scaled_rows: int
+    kind: MainloopKind,
+    tile_m: int,
+    tile_n: int,
+    staging_bytes: int,
+    scaled_rows: int,
+    *,
+    sort_slots: bool,
 ) -> tuple[int, int]:
     """Stages that fit and bytes of ``Smem`` of the main loop."""
     stage_bytes = (tile_m + tile_n) * TILE_K
+    alignment = _SMEM_ALIGNMENT[kind]
     fixed = 4 * scaled_rows  # token_scale
+    if sort_slots:
+        fixed += -(-_SORTED_ORDER_BYTES // alignment) * alignment
     if kind is MainloopKind.Mma:
         fixed += 8 * tile_n  # token_offset; the ring is also the staging memory
     else:
         fixed += staging_bytes + (4 + 16) * _TILE_QUEUE_DEPTH
         stage_bytes += 16  # full, empty
     num_stages = min(_MAX_STAGES[kind], (_SMEM_LIMIT[kind] - fixed) // stage_bytes)
-    alignment = _SMEM_ALIGNMENT[kind]
     return num_stages, -(-(num_stages * stage_bytes + fixed) // alignment) * alignment
 
 
 def all_gemm_configs(kind: MainloopKind) -> list[GemmConfig]:
     """Every specialization a plan can ask for."""
     fc1 = [
-        GemmConfig.make(GemmStage.Fc1, activation, kind, *shape, gather_tokens=gather)
+        GemmConfig.make(
+            GemmStage.Fc1, activation, kind, *shape, gather_tokens=gather, sort_slots=sort
+        )
         for activation in SUPPORTED_ACTIVATIONS
         for shape in TILE_SHAPES[kind]
         for gather in gather_choices(kind, *shape)
+        for sort in sort_choices(shape[1])
     ]
     fc2 = [
-        GemmConfig.make(GemmStage.Fc2, ActivationType.Identity, kind, *shape, gather_tokens=False)
+        GemmConfig.make(
+            GemmStage.Fc2,
+            ActivationType.Identity,
+            kind,
+            *shape,
+            gather_tokens=False,
+            sort_slots=sort,
+        )
         for shape in TILE_SHAPES[kind]
+        for sort in sort_choices(shape[1])
     ]
     return fc1 + fc2
+
+
+def sort_choices(tile_n: int, num_slots: int = 1) -> tuple[bool, ...]:
+    """Whether the GEMMs may sort the slots themselves, too."""
+    few = tile_n == SORTED_TILE_N and num_slots <= MAX_SORTED_SLOTS
+    return (False, True) if few else (False,)
 
 
 def gather_choices(kind: MainloopKind, tile_m: int, tile_n: int) -> tuple[bool, ...]:
@@ -241,10 +283,18 @@ def bind_grouped_gemm(
     clamp_limits: int,
     token_scales: int,
     output: int,
+    topk_ids: int,
+    expert_weights: int,
+    expanded_to_permuted: int,
+    num_slots: int,
+    packed_ids: bool,
+    local_num_experts: int,
+    local_expert_offset: int,
     m: int,
     k: int,
     top_k: int,
     token_scales_are_f32: bool,
+    prefetch_steps: int,
     stream: int,
     pdl: bool,
 ) -> BoundLaunch:
@@ -263,10 +313,18 @@ def bind_grouped_gemm(
         clamp_limits,
         token_scales,
         output,
+        topk_ids,
+        expert_weights,
+        expanded_to_permuted,
+        num_slots,
+        packed_ids,
+        local_num_experts,
+        local_expert_offset,
         m,
         k,
         top_k,
         token_scales_are_f32,
+        prefetch_steps,
     )
     return bind(
         function,
