@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import Lock
 
-from cupy_moe.pipeline import bind_stages, overrides, plan_for
+from cupy_moe.pipeline import Addresses, bind_stages, overrides, plan_for
 from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult
 from cupy_moe.results import allocate_result
+from cupy_moe.runtime.array_ref import Array
 from cupy_moe.runtime.arrays import ArrayRef
 from cupy_moe.runtime.devices import context_is_current, device_guard
 from cupy_moe.runtime.launch import BoundLaunch, enqueue
 from cupy_moe.runtime.scratch import allocate
 
-__all__ = ["BoundLayer"]
+__all__ = ["BoundLayer", "RepeatableLayer"]
 
 
 class BoundLayer:
@@ -27,6 +29,7 @@ class BoundLayer:
 
     Attributes
     ----------
+    problem : MoeProblem
     operands : MoeOperands
     result : MoeResult
         Arrays of the kind of ``hidden_states``.
@@ -36,7 +39,7 @@ class BoundLayer:
 
     __slots__ = (
         *("_binding", "_bound", "_device", "_framework", "_lock", "_scratch"),
-        *("operands", "result", "scratch_bytes"),
+        *("operands", "problem", "result", "scratch_bytes"),
     )
 
     def __init__(self, problem: MoeProblem, operands: MoeOperands) -> None:
@@ -50,7 +53,7 @@ class BoundLayer:
             scratch = allocate(framework, self.scratch_bytes, device)
         self.result = allocate_result(problem, operands, plan.capacity)
         self._framework, self._device = framework, device
-        self.operands, self._scratch = operands, scratch
+        self.problem, self.operands, self._scratch = problem, operands, scratch
         addresses = _addresses(operands, self.result, scratch)
         factor, pdl = operands.routed_scaling_factor, operands.enable_pdl
         self._binding = (problem, device, arch, tiling, pdl, factor, addresses)
@@ -86,12 +89,7 @@ class BoundLayer:
             As for `bind`, and if the driver refuses a launch.
         """
         with self._lock:  # stages of two runs must not mix, even on one stream
-            launches = self.bind()
-            if context_is_current(self._device):  # the usual case, without the cost of a guard
-                enqueue(launches)
-                return
-            with device_guard(self._device):
-                enqueue(launches)
+            _enqueue_on(self._device, self.bind())
 
     def _use_on_another_stream(self) -> None:
         """Tell allocators of memory that a stream uses besides the one it was allocated on."""
@@ -100,6 +98,76 @@ class BoundLayer:
         for ref in (self._scratch, *results):
             if ref is not None:
                 ref.framework.record_stream(ref)
+
+
+class RepeatableLayer:
+    """A layer that ran, without its arrays: runs on what is at the same addresses now.
+
+    Scratch, and the output unless the caller gives one, are allocated at every run.
+
+    Parameters
+    ----------
+    layer : BoundLayer
+        With ``output`` as its result. It is not kept, nor are its arrays.
+    """
+
+    __slots__ = (
+        *("_bound", "_choices", "_device", "_framework", "_inputs", "_output_address"),
+        *("_output_shape", "_scratch_address", "_scratch_bytes", "_weights"),
+    )
+
+    def __init__(self, layer: BoundLayer) -> None:
+        assert layer.result.output is not None
+        *self._choices, addresses = layer._binding
+        at = Addresses(*addresses)
+        self._framework, self._device = layer._framework, layer._device
+        self._inputs = addresses[: Addresses._fields.index("scratch")]
+        self._scratch_address, self._scratch_bytes = at.scratch, layer.scratch_bytes
+        self._output_address, self._output_shape = at.output, layer.result.output.shape
+        self._weights = at.expert_weights
+        # Where the last run took place, and the launches bound there.
+        self._bound: tuple[tuple[int, int, int], tuple[BoundLaunch, ...]] = ((0, 0, -1), ())
+
+    def run(self, output: Array | None) -> Array:
+        """Enqueue the layer on the current stream.
+
+        Parameters
+        ----------
+        output : array or None
+            The caller's, at the address of the first run; None if that call had none.
+
+        Returns
+        -------
+        array
+            ``output``, or a new one.
+        """
+        framework, device = self._framework, self._device
+        scratch_address, output_address = self._scratch_address, self._output_address
+        if self._scratch_bytes:
+            scratch = allocate(framework, self._scratch_bytes, device)
+            scratch_address = scratch.ptr
+        if output is None:
+            made = framework.empty(self._output_shape, "bfloat16", device)
+            output, output_address = made.owner, made.ptr
+        stream = framework.current_stream(device)
+        place = (scratch_address, output_address, stream)
+        bound_place, launches = self._bound
+        if place != bound_place:
+            results = (output_address, self._weights, 0, 0)
+            addresses = (*self._inputs, scratch_address, *results)
+            launches = bind_stages(*self._choices, addresses, stream)
+            self._bound = (place, launches)
+        _enqueue_on(device, launches)
+        return output
+
+
+def _enqueue_on(device: int, launches: Iterable[BoundLaunch]) -> None:
+    """Enqueue with the device's context current."""
+    if context_is_current(device):  # the usual case, without the cost of a guard
+        enqueue(launches)
+        return
+    with device_guard(device):
+        enqueue(launches)
 
 
 def _addresses(operands: MoeOperands, result: MoeResult, scratch: ArrayRef) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import pytest
 from cupy_moe.fused_moe import (
     RoutingMethodType,
     fp8_layers,
+    repeated,
     trtllm_fp8_per_tensor_scale_moe,
     trtllm_fp8_per_tensor_scale_routed_moe,
 )
@@ -143,6 +144,7 @@ class AcceptedError(Exception):
 
 def call(operation: str, arguments: dict[str, Any]) -> MoeOperands:
     """Operands of an accepted call, which is not run; the exception of a refused one."""
+    repeated.accepted.cache_clear()
 
     def bind(_operation: str, _settings: object, operands: MoeOperands) -> None:
         raise AcceptedError(operands)

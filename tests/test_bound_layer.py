@@ -3,104 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from cupy_moe import bound_layer, pipeline
+from cupy_moe import pipeline
 from cupy_moe.bound_layer import BoundLayer
-from cupy_moe.fused_moe import execution, fp8_layers, plan_fp8_per_tensor_scale_routed_moe
+from cupy_moe.fused_moe import fp8_layers, plan_fp8_per_tensor_scale_routed_moe
 from cupy_moe.plan import MoeOperands
-from cupy_moe.runtime import launch as launch_module
 from cupy_moe.runtime import scratch
-from cupy_moe.runtime.arrays import FRAMEWORKS, HOST, ArrayRef, NumpyFramework
-from cupy_moe.runtime.jit import Function
 from tests.fp8_calls import NUMPY as HOST_KIND
-from tests.fp8_calls import aligned_bytes, layer_arguments
+from tests.fp8_calls import aligned_bytes
+from tests.posing import Gpu, PosingFramework, posing_arguments, posing_gpu
 
 GEMMS = ["grouped_gemm", "grouped_gemm"]
 STAGES = ["permute", *GEMMS, "finalize"]
 
 
-class Posing(np.ndarray):
-    """An array in host memory that says it is on ``cuda:0``."""
-
-
-def posing_arguments(operation: str = "routed", **options: Any) -> dict[str, Any]:
-    arguments = layer_arguments(operation, **options)
-    return {
-        name: value.view(Posing) if isinstance(value, np.ndarray) else value
-        for name, value in arguments.items()
-    }
-
-
-class PosingFramework(NumpyFramework):
-    """Library of posing arrays; the test says which stream is current and being captured."""
-
-    def __init__(self) -> None:
-        self.stream = 7
-        self.capturing = False
-        self.recorded: list[int] = []
-
-    def describe(self, x: Any, what: str) -> ArrayRef:
-        return replace(super().describe(x, what), device=0)
-
-    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> ArrayRef:
-        assert device == 0
-        return self.describe(super().empty(shape, dtype, HOST).owner.view(Posing), "empty")
-
-    def current_stream(self, device: int) -> int:
-        return self.stream
-
-    def is_capturing(self, device: int) -> bool:
-        return self.capturing
-
-    def record_stream(self, ref: ArrayRef) -> None:
-        self.recorded.append(ref.ptr)
-
-
-class Gpu:
-    """Stands in for the driver: kernels loaded and launches made, by name and stream."""
-
-    def __init__(self, framework: PosingFramework) -> None:
-        self.framework = framework
-        self.loaded: list[tuple[str, bool]] = []
-        self.launched: list[tuple[str, int]] = []
-
-    def load(self, spec: Any, device: int, *, capturing: bool, arch: str | None) -> Function:
-        self.loaded.append((spec.source, capturing))
-        return Function(spec.source, device, spec.source)
-
-    def launch(self, config: Any, handle: str, params: int, extra: int) -> tuple[str]:
-        self.launched.append((handle, int(config.hStream)))
-        return ("success",)
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    pytest.importorskip("cuda.bindings.driver")
-    framework = PosingFramework()
-    gpu = Gpu(framework)
-    success = "success"
-    monkeypatch.setitem(FRAMEWORKS, Posing, framework)
-    monkeypatch.setattr(pipeline, "load", gpu.load)
-    monkeypatch.setattr(pipeline, "compute_capability", lambda device: (8, 0))
-    monkeypatch.setattr(pipeline, "sm_count", lambda device: 4)
-    monkeypatch.setattr(pipeline, "stream_is_capturing", lambda stream: framework.capturing)
-    for module in (pipeline, bound_layer):
-        monkeypatch.setattr(module, "device_guard", lambda device: nullcontext())
-    monkeypatch.setattr(bound_layer, "context_is_current", lambda device: device == 0)
-    monkeypatch.setattr(launch_module, "_driver_launch", lambda: (gpu.launch, success))
-    monkeypatch.setattr(execution, "require_supported_device", lambda *_: None)
-    caches = (pipeline.bind_stages, pipeline._load, pipeline.plan_for, execution._backend)
-    for cached in caches:
-        cached.cache_clear()
-    yield gpu
-    for cached in caches:
-        cached.cache_clear()
+    with posing_gpu(monkeypatch) as gpu:
+        yield gpu
 
 
 def make_layer(operation: str = "routed", **options: Any) -> BoundLayer:

@@ -8,7 +8,7 @@ through it).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -43,14 +43,21 @@ class Framework(ABC):
     name : str
     has_graph_pool : bool
         Whether memory allocated during a stream capture belongs to the graph.
+    has_signature : bool
+        Whether `signature` can be read.
     """
 
     name: str
     has_graph_pool = False
+    has_signature = False
 
     @abstractmethod
     def describe(self, x: Array, what: str) -> ArrayRef:
         """Make a reference to `x` without a copy; `what` names the argument in errors."""
+
+    def signature(self, x: Array) -> tuple[Hashable, ...]:
+        """All that `describe` can tell of an array, raw: equal ones yield equal descriptions."""
+        raise NotImplementedError(f"{self.name} arrays have no signature")
 
     @abstractmethod
     def strides(self, ref: ArrayRef) -> tuple[int, ...]:
@@ -131,6 +138,7 @@ class CupyFramework(Framework):
     """CUDA arrays of CuPy."""
 
     name = "cupy"
+    has_signature = True
 
     def __init__(self) -> None:
         self._cupy = import_cupy()
@@ -140,6 +148,11 @@ class CupyFramework(Framework):
         data = x.data
         dtype = dtype_name(x.dtype, what)
         return ArrayRef(x, data.ptr, x.shape, dtype, data.device_id, _has_no_gaps(x, what), self)
+
+    def signature(self, x: Array) -> tuple[Hashable, ...]:
+        """See `Framework.signature`."""
+        data = x.data
+        return data.ptr, data.device_id, x.shape, x.strides, x.dtype
 
     def strides(self, ref: ArrayRef) -> tuple[int, ...]:
         """See `Framework.strides`."""
@@ -172,6 +185,7 @@ class TorchFramework(Framework):
 
     name = "torch"
     has_graph_pool = True
+    has_signature = True
 
     def __init__(self, torch: Library) -> None:
         self._torch = torch
@@ -194,6 +208,10 @@ class TorchFramework(Framework):
         if device == HOST and not x.is_cpu:
             raise self._refusal(x, what)
         return ArrayRef(x, ptr, x.shape, dtype, device, x.is_contiguous(), self)
+
+    def signature(self, x: Array) -> tuple[Hashable, ...]:
+        """See `Framework.signature`."""
+        return x.data_ptr(), x.device, x.shape, x.is_contiguous(), x.dtype
 
     def _refusal(self, x: Array, what: str) -> TypeError:
         if x.layout is not self._torch.strided:

@@ -9,6 +9,7 @@ import pytest
 
 from cupy_moe import pipeline
 from cupy_moe import plan as plan_module
+from cupy_moe.fused_moe import repeated
 from cupy_moe.plan import DeviceTraits, MoePlan, MoeProblem, Tiling, tile_candidates
 from cupy_moe.runtime.devices import compute_capability
 from cupy_moe.runtime.jit import arch_for
@@ -61,6 +62,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MoeProblem, DeviceTra
     original = plan_module.plan_moe
     monkeypatch.setattr(pipeline, "plan_moe", plan)
     pipeline.plan_for.cache_clear()
+    repeated.accepted.cache_clear()
     return problems
 
 
