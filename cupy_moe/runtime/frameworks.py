@@ -161,7 +161,8 @@ class CupyFramework(Framework):
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> ArrayRef:
         """See `Framework.empty`."""
         with device_guard(device):
-            return self.describe(self._cupy.empty(shape, DTYPES[dtype]), "empty")
+            array = self._cupy.empty(shape, DTYPES[dtype])
+        return ArrayRef(array, array.data.ptr, shape, dtype, device, True, self)
 
     def current_stream(self, device: int) -> int:
         """See `Framework.current_stream`."""
