@@ -10,7 +10,13 @@ from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult
 from cupy_moe.results import allocate_result
 from cupy_moe.runtime.array_ref import Array
 from cupy_moe.runtime.arrays import ArrayRef
-from cupy_moe.runtime.devices import context_is_current, device_guard
+from cupy_moe.runtime.devices import (
+    context_is_current,
+    device_guard,
+    stream_is_capturing,
+    stream_is_primary,
+)
+from cupy_moe.runtime.graph import LaunchGraph, capture_stream
 from cupy_moe.runtime.launch import BoundLaunch, enqueue
 from cupy_moe.runtime.scratch import allocate
 
@@ -38,7 +44,7 @@ class BoundLayer:
     """
 
     __slots__ = (
-        *("_binding", "_bound", "_device", "_framework", "_lock", "_scratch"),
+        *("_binding", "_bound", "_device", "_framework", "_graph", "_lock", "_scratch"),
         *("operands", "problem", "result", "scratch_bytes"),
     )
 
@@ -60,9 +66,12 @@ class BoundLayer:
         self._lock = Lock()
         # A stream and the launches on it, in one attribute: threads may share a layer.
         self._bound: tuple[int | None, tuple[BoundLaunch, ...]] = (None, ())
+        self._graph: LaunchGraph | None = None
 
-    def bind(self) -> tuple[BoundLaunch, ...]:
-        """Return the launches on the current stream of the library of ``hidden_states``.
+    def prepare(self) -> None:
+        """Prepare for many runs: load the kernels and put them into a graph.
+
+        During a stream capture there will be no graph, and kernels are launched one by one.
 
         Raises
         ------
@@ -71,14 +80,13 @@ class BoundLayer:
         RuntimeError
             If a kernel would have to be loaded during a stream capture.
         """
-        stream = self._framework.current_stream(self._device)
-        bound_stream, launches = self._bound
-        if stream != bound_stream:
-            launches = bind_stages(*self._binding, stream)
-            if bound_stream is not None:
-                self._use_on_another_stream()
-            self._bound = (stream, launches)
-        return launches
+        with self._lock:
+            device, stream = self._device, self._framework.current_stream(self._device)
+            self._bind(stream)
+            with device_guard(device):
+                if not stream_is_capturing(stream):
+                    launches = bind_stages(*self._binding, capture_stream(device))
+                    self._graph = LaunchGraph(device, launches)
 
     def enqueue(self) -> None:
         """Enqueue the layer on the current stream.
@@ -86,10 +94,37 @@ class BoundLayer:
         Raises
         ------
         KernelCompileError, RuntimeError
-            As for `bind`, and if the driver refuses a launch.
+            As for `prepare`, and if the driver refuses a launch.
         """
         with self._lock:  # stages of two runs must not mix, even on one stream
-            _enqueue_on(self._device, self.bind())
+            stream = self._framework.current_stream(self._device)
+            launches = self._bind(stream)
+            if self._graph is None:
+                _enqueue_on(self._device, launches)
+                return
+            with device_guard(self._device):
+                if self._graph_fits(stream):
+                    self._graph.enqueue(stream)
+                else:
+                    enqueue(launches)
+
+    def _graph_fits(self, stream: int) -> bool:
+        """Whether the graph does what the launches on a stream do.
+
+        It would leave the multiprocessors of a green context, and be a graph inside of a graph
+        during a capture.
+        """
+        return stream_is_primary(stream, self._device) and not stream_is_capturing(stream)
+
+    def _bind(self, stream: int) -> tuple[BoundLaunch, ...]:
+        """Return the launches on a stream."""
+        bound_stream, launches = self._bound
+        if stream != bound_stream:
+            launches = bind_stages(*self._binding, stream)
+            if bound_stream is not None:
+                self._use_on_another_stream()
+            self._bound = (stream, launches)
+        return launches
 
     def _use_on_another_stream(self) -> None:
         """Tell allocators of memory that a stream uses besides the one it was allocated on."""

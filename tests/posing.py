@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from cupy_moe.fused_moe import execution, repeated
 from cupy_moe.runtime import launch as launch_module
 from cupy_moe.runtime.arrays import DTYPES, FRAMEWORKS, ArrayRef, NumpyFramework
 from cupy_moe.runtime.jit import Function
+from cupy_moe.runtime.launch import BoundLaunch
 from tests.fp8_calls import layer_arguments
 
 __all__ = ["Gpu", "Posing", "PosingFramework", "posing", "posing_arguments", "posing_gpu"]
@@ -39,13 +40,14 @@ def posing(value: Any) -> Any:
 
 
 class PosingFramework(NumpyFramework):
-    """Library of posing arrays; the test says which stream is current and being captured."""
+    """Library of posing arrays; the test says which stream is current, and what it is like."""
 
     has_signature = True
 
     def __init__(self) -> None:
         self.stream = 7
         self.capturing = False
+        self.green = False
         self.recorded: list[int] = []
 
     def describe(self, x: Any, what: str) -> ArrayRef:
@@ -68,6 +70,17 @@ class PosingFramework(NumpyFramework):
         self.recorded.append(ref.ptr)
 
 
+class PosingGraph:
+    """Graph of kernels, launched as ``graph of ...``."""
+
+    def __init__(self, gpu: Gpu, names: list[str]) -> None:
+        self.gpu = gpu
+        self.name = f"graph of {' '.join(names)}"
+
+    def enqueue(self, stream: int) -> None:
+        self.gpu.launched.append((self.name, stream))
+
+
 class Gpu:
     """Stands in for the driver: kernels loaded and launches made, by name and stream."""
 
@@ -79,6 +92,9 @@ class Gpu:
     def load(self, spec: Any, device: int, *, capturing: bool, arch: str | None) -> Function:
         self.loaded.append((spec.source, capturing))
         return Function(spec.source, device, spec.source)
+
+    def make_graph(self, device: int, launches: Iterable[BoundLaunch]) -> PosingGraph:
+        return PosingGraph(self, [launch.function.name for launch in launches])
 
     def launch(self, config: Any, handle: str, params: int, extra: int) -> tuple[str]:
         self.launched.append((handle, int(config.hStream)))
@@ -96,9 +112,12 @@ def posing_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(pipeline, "load", gpu.load)
     monkeypatch.setattr(pipeline, "compute_capability", lambda device: (8, 0))
     monkeypatch.setattr(pipeline, "sm_count", lambda device: 4)
-    monkeypatch.setattr(pipeline, "stream_is_capturing", lambda stream: framework.capturing)
     for module in (pipeline, bound_layer):
         monkeypatch.setattr(module, "device_guard", lambda device: nullcontext())
+        monkeypatch.setattr(module, "stream_is_capturing", lambda stream: framework.capturing)
+    monkeypatch.setattr(bound_layer, "stream_is_primary", lambda *_: not framework.green)
+    monkeypatch.setattr(bound_layer, "capture_stream", lambda device: 99)
+    monkeypatch.setattr(bound_layer, "LaunchGraph", gpu.make_graph)
     monkeypatch.setattr(bound_layer, "context_is_current", lambda device: device == 0)
     monkeypatch.setattr(launch_module, "_driver_launch", lambda: (gpu.launch, success))
     monkeypatch.setattr(execution, "require_supported_device", lambda *_: None)

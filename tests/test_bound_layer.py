@@ -12,18 +12,24 @@ from cupy_moe.bound_layer import BoundLayer
 from cupy_moe.fused_moe import fp8_layers, plan_fp8_per_tensor_scale_routed_moe
 from cupy_moe.plan import MoeOperands
 from cupy_moe.runtime import scratch
+from cupy_moe.runtime.launch import BoundLaunch
 from tests.fp8_calls import NUMPY as HOST_KIND
 from tests.fp8_calls import aligned_bytes
 from tests.posing import Gpu, PosingFramework, posing_arguments, posing_gpu
 
 GEMMS = ["grouped_gemm", "grouped_gemm"]
 STAGES = ["permute", *GEMMS, "finalize"]
+GRAPH = f"graph of {' '.join(STAGES)}"
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     with posing_gpu(monkeypatch) as gpu:
         yield gpu
+
+
+def bound_on(layer: Any, stream: int) -> tuple[BoundLaunch, ...]:
+    return pipeline.bind_stages(*layer._binding, stream)
 
 
 def make_layer(operation: str = "routed", **options: Any) -> BoundLayer:
@@ -52,8 +58,9 @@ def test_stages_in_order(gpu: Gpu, operation: str, options: Any, stages: list[st
 
 def test_a_layer_follows_the_current_stream(gpu: Gpu) -> None:
     layer = make_layer()
-    bound = layer.bind()
-    assert layer.bind() is bound
+    layer.enqueue()
+    bound = bound_on(layer, 7)
+    gpu.launched.clear()
     assert gpu.framework.recorded == []
     gpu.framework.stream = 8
     layer.enqueue()
@@ -61,7 +68,7 @@ def test_a_layer_follows_the_current_stream(gpu: Gpu) -> None:
     assert layer.result.output is not None
     assert gpu.framework.recorded == [layer._scratch.ptr, layer.result.output.ptr]
     gpu.framework.stream = 7
-    assert layer.bind() is bound, "still remembered"
+    assert bound_on(layer, 7) is bound, "still remembered"
 
 
 def test_equal_addresses_bind_once(gpu: Gpu) -> None:
@@ -72,9 +79,9 @@ def test_equal_addresses_bind_once(gpu: Gpu) -> None:
     arguments = posing_arguments(workspace_buffer=workspace, output=output.owner)
     first, second = (fp8_layers.routed_layer(**arguments) for _ in range(2))
     assert (first.scratch_bytes, second.scratch_bytes) == (0, 0)
-    assert first.bind() is second.bind()
+    assert bound_on(first, 7) is bound_on(second, 7)
     arguments["topk_ids"] = arguments["topk_ids"].copy()
-    assert fp8_layers.routed_layer(**arguments).bind() is not first.bind()
+    assert bound_on(fp8_layers.routed_layer(**arguments), 7) is not bound_on(first, 7)
 
 
 def test_every_address_and_choice_changes_the_launches(gpu: Gpu) -> None:
@@ -89,22 +96,46 @@ def test_every_address_and_choice_changes_the_launches(gpu: Gpu) -> None:
 
 
 def test_kernels_are_loaded_by_the_first_binding(gpu: Gpu) -> None:
-    make_layer().bind()
+    make_layer().enqueue()
     assert gpu.loaded == [(stage, False) for stage in STAGES]
-    make_layer().bind()
+    make_layer().enqueue()
     gpu.framework.capturing = True
-    make_layer().bind()
+    make_layer().enqueue()
     assert len(gpu.loaded) == len(STAGES)
     gpu.framework.stream = 9  # not seen before: the loader is asked, and told of the capture
-    make_layer().bind()
+    make_layer().enqueue()
     assert gpu.loaded[len(STAGES) :] == [(stage, True) for stage in STAGES]
 
 
 def test_planning_loads_and_launches_nothing(gpu: Gpu) -> None:
     plan = plan_fp8_per_tensor_scale_routed_moe(**posing_arguments())
-    assert [name for name, _ in gpu.loaded] == STAGES
+    assert [name for name, _ in gpu.loaded] == 2 * STAGES, "for the stream and for the graph"
     assert gpu.launched == []
     assert plan.scratch_bytes > 0
+    plan.run()
+    assert gpu.launched == [(GRAPH, 7)]
+
+
+def test_a_plan_launches_kernels_where_its_graph_does_not_fit(gpu: Gpu) -> None:
+    """It would be nested in the graph of a capture, and leave the SMs of a green context."""
+    plan = plan_fp8_per_tensor_scale_routed_moe(**posing_arguments())
+    gpu.framework.capturing = True
+    plan.run()
+    gpu.framework.capturing = False
+    gpu.framework.stream, gpu.framework.green = 8, True
+    plan.run()
+    assert gpu.launched == [(stage, stream) for stream in (7, 8) for stage in STAGES]
+    gpu.launched.clear()
+    gpu.framework.green = False
+    plan.run()
+    assert gpu.launched == [(GRAPH, 8)]
+    assert len(gpu.framework.recorded) == 2, "scratch and output, on the second stream"
+
+
+def test_a_plan_made_during_a_capture_has_no_graph(gpu: Gpu) -> None:
+    gpu.framework.capturing = True
+    plan = plan_fp8_per_tensor_scale_routed_moe(**posing_arguments())
+    gpu.framework.capturing = False
     plan.run()
     assert gpu.launched == [(stage, 7) for stage in STAGES]
 

@@ -77,8 +77,8 @@ class Layer(Protocol):
     def operands(self) -> MoeOperands | Fp4Operands:
         """The arrays."""
 
-    def bind(self) -> object:
-        """Load what the layer needs, for the current stream."""
+    def prepare(self) -> None:
+        """Prepare for many runs."""
 
     def enqueue(self) -> None:
         """Fill the results, on the current stream."""
@@ -182,7 +182,7 @@ class _EmptyLayer:
         self.result = allocate_result(problem, operands, 0)
         self.scratch_bytes = 0
 
-    def bind(self) -> None:
+    def prepare(self) -> None:
         """Nothing is to be loaded."""
 
     def enqueue(self) -> None:

@@ -53,7 +53,7 @@ class _HostLayer(ABC, Generic[OperandsT]):
         self.result = allocate_result(problem, operands, tiles * DEFAULT_TILE)
         self.scratch_bytes = 0
 
-    def bind(self) -> None:
+    def prepare(self) -> None:
         """Nothing is to be loaded."""
 
     def enqueue(self) -> None:

@@ -20,7 +20,10 @@ __all__ = [
     "max_shared_memory",
     "sm_count",
     "stream_is_capturing",
+    "stream_is_primary",
 ]
+
+_SPECIAL_STREAMS = (0, 1, 2)  # default, legacy, per thread: of the current context
 
 
 def check(result: tuple[Any, ...], what: str) -> DriverValue:
@@ -116,6 +119,15 @@ def sm_count(device: int) -> int:
 def max_shared_memory(device: int) -> int:
     """Bytes of shared memory that one block can opt in to."""
     return _attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+
+
+def stream_is_primary(stream: int, device: int) -> bool:
+    """Whether a stream belongs to a device's primary context, which is current, and to no other."""
+    if stream in _SPECIAL_STREAMS:
+        return True
+    driver = import_driver()
+    context = check(driver.cuStreamGetCtx(stream), f"inspecting stream {stream:#x}")
+    return int(context) == _primary_context(device)[1]
 
 
 def stream_is_capturing(stream: int) -> bool:

@@ -1,0 +1,116 @@
+"""Graphs of launches, with a driver that writes down what it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cupy_moe.runtime import devices, graph
+from cupy_moe.runtime.graph import LaunchGraph
+
+
+class Driver:
+    """Answers every call with success, except for the names in ``failing``."""
+
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    CUstream = int
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.failing: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        values = {"cuStreamCreate": 99, "cuStreamEndCapture": "graph"}
+        values["cuGraphInstantiate"] = "executable"
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *arguments))
+            status = 999 if name in self.failing else 0
+            return (status, values[name]) if name in values else (status,)
+
+        return call
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.calls]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    driver = Driver()
+    monkeypatch.setattr(graph, "import_driver", lambda: driver)
+    monkeypatch.setattr(graph, "device_guard", lambda device: devices.device_guard(devices.HOST))
+    monkeypatch.setattr(graph, "enqueue", driver.calls.extend)
+    monkeypatch.setattr(devices, "describe_error", lambda status: f"error {status}")
+    caches = (graph.capture_stream, graph._driver_launch)
+    for cached in caches:
+        cached.cache_clear()
+    yield driver
+    for cached in caches:
+        cached.cache_clear()
+
+
+LAUNCHES = [("first",), ("second",)]
+
+
+def test_launches_are_captured_once_and_enqueued_at_once(driver: Driver) -> None:
+    made = LaunchGraph(0, LAUNCHES)
+    assert driver.calls == [
+        ("cuStreamCreate", 1),
+        ("cuStreamBeginCapture", 99, 2),
+        *LAUNCHES,
+        ("cuStreamEndCapture", 99),
+        ("cuGraphInstantiate", "graph", 0),
+        ("cuGraphDestroy", "graph"),
+    ]
+    driver.calls.clear()
+    for stream in (7, 8):
+        made.enqueue(stream)
+    assert driver.calls == [("cuGraphLaunch", "executable", stream) for stream in (7, 8)]
+    driver.calls.clear()
+    LaunchGraph(0, LAUNCHES)
+    assert "cuStreamCreate" not in driver.names, "one stream for all graphs of a device"
+
+
+def test_a_dropped_graph_is_destroyed(driver: Driver) -> None:
+    made = LaunchGraph(0, LAUNCHES)
+    driver.calls.clear()
+    del made
+    assert driver.calls == [("cuGraphExecDestroy", "executable")]
+
+
+def test_a_refused_launch_ends_the_capture(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(launches: Any) -> None:
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(graph, "enqueue", refuse)
+    with pytest.raises(RuntimeError, match="refused"):
+        LaunchGraph(0, LAUNCHES)
+    assert driver.names == ["cuStreamCreate", "cuStreamBeginCapture", "cuStreamEndCapture"]
+    assert not graph._capture_lock.locked()
+
+
+@pytest.mark.parametrize(
+    ("failing", "last"),
+    [
+        ("cuStreamBeginCapture", "cuStreamBeginCapture"),
+        ("cuStreamEndCapture", "cuStreamEndCapture"),
+        ("cuGraphInstantiate", "cuGraphDestroy"),
+    ],
+)
+def test_what_the_driver_refuses_is_said(driver: Driver, failing: str, last: str) -> None:
+    driver.failing.add(failing)
+    with pytest.raises(RuntimeError, match="making a graph on cuda:0: error 999"):
+        LaunchGraph(0, LAUNCHES)
+    assert driver.names[-1] == last
+
+
+def test_a_refused_graph_is_said(driver: Driver) -> None:
+    made = LaunchGraph(0, LAUNCHES)
+    driver.failing.add("cuGraphLaunch")
+    with pytest.raises(RuntimeError, match="launching a graph: error 999"):
+        made.enqueue(7)
