@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from threading import Lock
+from functools import partial
 
 from cupy_moe.pipeline import Addresses, bind_stages, overrides, plan_for
 from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult
 from cupy_moe.results import allocate_result
 from cupy_moe.runtime.array_ref import Array
 from cupy_moe.runtime.arrays import ArrayRef
-from cupy_moe.runtime.devices import (
-    context_is_current,
-    device_guard,
-    stream_is_capturing,
-    stream_is_primary,
-)
-from cupy_moe.runtime.graph import LaunchGraph, capture_stream
-from cupy_moe.runtime.launch import BoundLaunch, enqueue
+from cupy_moe.runtime.graph import RepeatedLaunches
+from cupy_moe.runtime.memory import Memory
 from cupy_moe.runtime.scratch import allocate
 
 __all__ = ["BoundLayer", "RepeatableLayer"]
+
+_MAX_PLACES = 1024  # about 4 KiB each, and a graph
 
 
 class BoundLayer:
@@ -44,7 +39,7 @@ class BoundLayer:
     """
 
     __slots__ = (
-        *("_binding", "_bound", "_device", "_framework", "_graph", "_lock", "_scratch"),
+        *("_binding", "_device", "_framework", "_launches", "_scratch", "_stream"),
         *("operands", "problem", "result", "scratch_bytes"),
     )
 
@@ -63,15 +58,11 @@ class BoundLayer:
         addresses = _addresses(operands, self.result, scratch)
         factor, pdl = operands.routed_scaling_factor, operands.enable_pdl
         self._binding = (problem, device, arch, tiling, pdl, factor, addresses)
-        self._lock = Lock()
-        # A stream and the launches on it, in one attribute: threads may share a layer.
-        self._bound: tuple[int | None, tuple[BoundLaunch, ...]] = (None, ())
-        self._graph: LaunchGraph | None = None
+        self._launches = RepeatedLaunches(device, partial(bind_stages, *self._binding))
+        self._stream: int | None = None
 
     def prepare(self) -> None:
         """Prepare for many runs: load the kernels and put them into a graph.
-
-        During a stream capture there will be no graph, and kernels are launched one by one.
 
         Raises
         ------
@@ -80,13 +71,7 @@ class BoundLayer:
         RuntimeError
             If a kernel would have to be loaded during a stream capture.
         """
-        with self._lock:
-            device, stream = self._device, self._framework.current_stream(self._device)
-            self._bind(stream)
-            with device_guard(device):
-                if not stream_is_capturing(stream):
-                    launches = bind_stages(*self._binding, capture_stream(device))
-                    self._graph = LaunchGraph(device, launches)
+        self._launches.prepare(self._use_current_stream())
 
     def enqueue(self) -> None:
         """Enqueue the layer on the current stream.
@@ -96,35 +81,15 @@ class BoundLayer:
         KernelCompileError, RuntimeError
             As for `prepare`, and if the driver refuses a launch.
         """
-        with self._lock:  # stages of two runs must not mix, even on one stream
-            stream = self._framework.current_stream(self._device)
-            launches = self._bind(stream)
-            if self._graph is None:
-                _enqueue_on(self._device, launches)
-                return
-            with device_guard(self._device):
-                if self._graph_fits(stream):
-                    self._graph.enqueue(stream)
-                else:
-                    enqueue(launches)
+        self._launches.enqueue(self._use_current_stream())
 
-    def _graph_fits(self, stream: int) -> bool:
-        """Whether the graph does what the launches on a stream do.
-
-        It would leave the multiprocessors of a green context, and be a graph inside of a graph
-        during a capture.
-        """
-        return stream_is_primary(stream, self._device) and not stream_is_capturing(stream)
-
-    def _bind(self, stream: int) -> tuple[BoundLaunch, ...]:
-        """Return the launches on a stream."""
-        bound_stream, launches = self._bound
-        if stream != bound_stream:
-            launches = bind_stages(*self._binding, stream)
-            if bound_stream is not None:
+    def _use_current_stream(self) -> int:
+        stream = self._framework.current_stream(self._device)
+        if stream != self._stream:
+            if self._stream is not None:
                 self._use_on_another_stream()
-            self._bound = (stream, launches)
-        return launches
+            self._stream = stream
+        return stream
 
     def _use_on_another_stream(self) -> None:
         """Tell allocators of memory that a stream uses besides the one it was allocated on."""
@@ -147,8 +112,8 @@ class RepeatableLayer:
     """
 
     __slots__ = (
-        *("_bound", "_choices", "_device", "_framework", "_inputs", "_output_address"),
-        *("_output_shape", "_scratch_address", "_scratch_bytes", "_weights"),
+        *("_choices", "_device", "_framework", "_inputs", "_output_address", "_output_shape"),
+        *("_scratch_address", "_scratch_bytes", "_weights"),
     )
 
     def __init__(self, layer: BoundLayer) -> None:
@@ -160,8 +125,6 @@ class RepeatableLayer:
         self._scratch_address, self._scratch_bytes = at.scratch, layer.scratch_bytes
         self._output_address, self._output_shape = at.output, layer.result.output.shape
         self._weights = at.expert_weights
-        # Where the last run took place, and the launches bound there.
-        self._bound: tuple[tuple[int, int, int], tuple[BoundLaunch, ...]] = ((0, 0, -1), ())
 
     def run(self, output: Array | None) -> Array:
         """Enqueue the layer on the current stream.
@@ -184,25 +147,20 @@ class RepeatableLayer:
         if output is None:
             made = framework.empty(self._output_shape, "bfloat16", device)
             output, output_address = made.owner, made.ptr
-        stream = framework.current_stream(device)
-        place = (scratch_address, output_address, stream)
-        bound_place, launches = self._bound
-        if place != bound_place:
+        place = (self, scratch_address, output_address)
+        launches = _places.get(place)
+        if launches is None:
             results = (output_address, self._weights, 0, 0)
             addresses = (*self._inputs, scratch_address, *results)
-            launches = bind_stages(*self._choices, addresses, stream)
-            self._bound = (place, launches)
-        _enqueue_on(device, launches)
+            bind = partial(bind_stages, *self._choices, addresses)
+            launches = RepeatedLaunches(device, bind)
+            _places.insert(place, launches)
+        launches.enqueue(framework.current_stream(device))
         return output
 
 
-def _enqueue_on(device: int, launches: Iterable[BoundLaunch]) -> None:
-    """Enqueue with the device's context current."""
-    if context_is_current(device):  # the usual case, without the cost of a guard
-        enqueue(launches)
-        return
-    with device_guard(device):
-        enqueue(launches)
+# Layers with the addresses of their scratch and output, which allocators hand out again.
+_places: Memory[tuple[RepeatableLayer, int, int], RepeatedLaunches] = Memory(_MAX_PLACES)
 
 
 def _addresses(operands: MoeOperands, result: MoeResult, scratch: ArrayRef) -> tuple[int, ...]:

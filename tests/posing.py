@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 
 from cupy_moe import bound_layer, pipeline
 from cupy_moe.fused_moe import execution, repeated
+from cupy_moe.runtime import graph
 from cupy_moe.runtime import launch as launch_module
 from cupy_moe.runtime.arrays import DTYPES, FRAMEWORKS, ArrayRef, NumpyFramework
 from cupy_moe.runtime.jit import Function
@@ -93,8 +94,8 @@ class Gpu:
         self.loaded.append((spec.source, capturing))
         return Function(spec.source, device, spec.source)
 
-    def make_graph(self, device: int, launches: Iterable[BoundLaunch]) -> PosingGraph:
-        return PosingGraph(self, [launch.function.name for launch in launches])
+    def make_graph(self, device: int, bind: Callable[[int], Iterable[BoundLaunch]]) -> PosingGraph:
+        return PosingGraph(self, [launch.function.name for launch in bind(99)])
 
     def launch(self, config: Any, handle: str, params: int, extra: int) -> tuple[str]:
         self.launched.append((handle, int(config.hStream)))
@@ -112,18 +113,17 @@ def posing_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(pipeline, "load", gpu.load)
     monkeypatch.setattr(pipeline, "compute_capability", lambda device: (8, 0))
     monkeypatch.setattr(pipeline, "sm_count", lambda device: 4)
-    for module in (pipeline, bound_layer):
+    for module in (pipeline, graph):
         monkeypatch.setattr(module, "device_guard", lambda device: nullcontext())
         monkeypatch.setattr(module, "stream_is_capturing", lambda stream: framework.capturing)
-    monkeypatch.setattr(bound_layer, "stream_is_primary", lambda *_: not framework.green)
-    monkeypatch.setattr(bound_layer, "capture_stream", lambda device: 99)
-    monkeypatch.setattr(bound_layer, "LaunchGraph", gpu.make_graph)
-    monkeypatch.setattr(bound_layer, "context_is_current", lambda device: device == 0)
+    monkeypatch.setattr(graph, "stream_is_primary", lambda *_: not framework.green)
+    monkeypatch.setattr(graph, "LaunchGraph", gpu.make_graph)
+    monkeypatch.setattr(graph, "context_is_current", lambda device: device == 0)
     monkeypatch.setattr(launch_module, "_driver_launch", lambda: (gpu.launch, success))
     monkeypatch.setattr(execution, "require_supported_device", lambda *_: None)
     caches = (
         *(pipeline.bind_stages, pipeline._load, pipeline.plan_for, execution._backend),
-        *(repeated.accepted, repeated._readers),
+        *(repeated.accepted, repeated._readers, bound_layer._places),
     )
     for cached in caches:
         cached.cache_clear()

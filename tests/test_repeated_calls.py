@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from cupy_moe import pipeline
+from cupy_moe import bound_layer, pipeline
 from cupy_moe.fused_moe import repeated
 from cupy_moe.plan import Tiling
 from cupy_moe.runtime import scratch
@@ -79,18 +79,35 @@ def test_new_outputs_are_distinct(gpu: Gpu) -> None:
 
 
 def test_launches_are_those_of_the_first_call(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same addresses they are the same objects, whoever asks for them."""
+    """At the same addresses, on the stream that is current; a graph of them in the end."""
     bound = mock.Mock(side_effect=pipeline.bind_stages)
     monkeypatch.setattr("cupy_moe.bound_layer.bind_stages", bound)
     arguments = full_arguments("routed")
-    for _ in range(3):
+    for stream in (7, 7, 7, 8):
+        gpu.framework.stream = stream
         OPERATIONS["routed"](**arguments)
-    first, second = bound.call_args_list  # the third call finds those of the second
-    assert first == second
-    gpu.framework.stream = 8
+    calls = bound.call_args_list
+    assert [call.args[-1] for call in calls] == [7, 7, 8], "bound by two objects, and again"
+    assert len({call.args[:-1] for call in calls}) == 1
+    stages = [stage for stage, _ in gpu.launched[:4]]
+    assert gpu.launched == [(stage, stream) for stream in (7, 7, 7, 8) for stage in stages]
+    for _ in range(8):
+        OPERATIONS["routed"](**arguments)
+    assert gpu.launched[-1] == (f"graph of {' '.join(stages)}", 8)
+    gpu.framework.capturing = True
     OPERATIONS["routed"](**arguments)
-    assert bound.call_args_list[2].args == (*first.args[:-1], 8)
-    assert [stream for _, stream in gpu.launched] == 12 * [7] + 4 * [8]
+    assert gpu.launched[-4:] == [(stage, 8) for stage in stages]
+
+
+def test_each_place_has_launches_of_its_own(gpu: Gpu) -> None:
+    """Scratch and output come from an allocator: what is bound elsewhere must not be used."""
+    arguments = full_arguments("routed")
+    for name in ("output", "workspace_buffer"):
+        arguments[name] = None
+    outputs = [OPERATIONS["routed"](**arguments) for _ in range(20)]
+    ran = {place[2] for place in bound_layer._places._entries}
+    assert {describe(output).ptr for output in outputs[1:]} == ran
+    assert not any(name.startswith("graph") for name, _ in gpu.launched), "no place came back"
 
 
 def spoilt(how: str, array: np.ndarray) -> np.ndarray:
@@ -208,13 +225,15 @@ def test_no_array_is_kept_alive(gpu: Gpu) -> None:
 
 
 def test_memory_is_bounded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeated, "_MAX_CALLS", 3)
+    for memory in (repeated.accepted, bound_layer._places):
+        monkeypatch.setattr(memory, "max_entries", 3)
     calls = [posing_arguments() for _ in range(5)]
     for arguments in calls:
         OPERATIONS["routed"](**arguments)
     assert len(repeated.accepted) == 3
     known = [passes_the_rules(lambda a=a: OPERATIONS["routed"](**a)) for a in reversed(calls)]
     assert known[:3] == [True, True, True]
+    assert len(bound_layer._places) == 3
 
 
 def test_scratch_of_a_repeated_call_in_a_capture_is_kept(

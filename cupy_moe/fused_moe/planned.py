@@ -86,8 +86,8 @@ class PlannedMoe:
         -----
         CUDA arrays: kernels are enqueued on the current stream of the library of ``hidden_states``
         and nothing else happens, no allocation and no synchronization. One call of the driver
-        enqueues them all, as a CUDA graph; on a stream of a green context, during a stream capture
-        and if the plan was made during one, they are launched one by one.
+        enqueues them all, as a CUDA graph; on a stream of a green context and during a stream
+        capture they are launched one by one.
         """
         self._enqueue()
         return self.output

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from operator import itemgetter
-from threading import Lock
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from cupy_moe.fused_moe.execution import Layer
 from cupy_moe.pipeline import overrides
 from cupy_moe.results import owners
 from cupy_moe.runtime.arrays import FRAMEWORKS, HOST
+from cupy_moe.runtime.memory import Memory
 from cupy_moe.types import RoutingMethodType
 from cupy_moe.validate import ArrayLike
 
@@ -31,10 +31,8 @@ __all__ = ["accepted", "run_first", "signature"]
 MakeLayer: TypeAlias = Callable[..., Layer]
 Arguments: TypeAlias = tuple[Any, ...]
 Key: TypeAlias = tuple[Hashable, ...]
-KeyT = TypeVar("KeyT", bound=Hashable)
-ValueT = TypeVar("ValueT")
 
-_MAX_CALLS = 1024  # about 5 KiB each
+_MAX_CALLS = 1024  # about 2 KiB each
 _PLAIN_KINDS = (NoneType, int, float, np.bool_, np.number)  # immutable, compared by value
 _NO_OVERRIDES = (None, None)
 
@@ -64,32 +62,8 @@ class _Reader:
         return tuple(key)
 
 
-class _Memory(Generic[KeyT, ValueT]):
-    """A dictionary that drops its oldest entry when full; look-ups take no lock."""
-
-    def __init__(self) -> None:
-        self._entries: dict[KeyT, ValueT] = {}
-        self._lock = Lock()
-        self.get = self._entries.get
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def insert(self, key: KeyT, value: ValueT) -> None:
-        """Remember a value."""
-        with self._lock:
-            if len(self._entries) >= _MAX_CALLS:
-                del self._entries[next(iter(self._entries))]
-            self._entries[key] = value
-
-    def cache_clear(self) -> None:
-        """Forget all, like the function of this name of the caches of the standard library."""
-        with self._lock:
-            self._entries.clear()
-
-
-_readers: _Memory[tuple[type, ...], _Reader] = _Memory()
-accepted: _Memory[Key | None, RepeatableLayer] = _Memory()
+_readers: Memory[tuple[type, ...], _Reader] = Memory(_MAX_CALLS)
+accepted: Memory[Key | None, RepeatableLayer] = Memory(_MAX_CALLS)
 """Calls that passed the rules, by signature; None is never among them."""
 
 
