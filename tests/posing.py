@@ -117,6 +117,7 @@ def posing_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         monkeypatch.setattr(module, "device_guard", lambda device: nullcontext())
         monkeypatch.setattr(module, "stream_is_capturing", lambda stream: framework.capturing)
     monkeypatch.setattr(graph, "stream_is_primary", lambda *_: not framework.green)
+    monkeypatch.setattr(graph, "_driver_has_dependent_graphs", lambda: True)
     monkeypatch.setattr(graph, "LaunchGraph", gpu.make_graph)
     monkeypatch.setattr(graph, "context_is_current", lambda device: device == 0)
     monkeypatch.setattr(launch_module, "_driver_launch", lambda: (gpu.launch, success))

@@ -24,6 +24,7 @@ class Driver:
         self.failing: set[str] = set()
         self.mode = 0
         self.captured: set[int] = set()
+        self.version = 13000
 
     def __getattr__(self, name: str) -> Any:
         values = {
@@ -44,6 +45,9 @@ class Driver:
         before, self.mode = self.mode, mode
         return 0, before
 
+    def cuDriverGetVersion(self) -> tuple[int, int]:  # noqa: N802
+        return 0, self.version
+
     @property
     def names(self) -> list[str]:
         return [name for name, *_ in self.calls]
@@ -59,7 +63,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(graph, "stream_is_capturing", lambda stream: stream in driver.captured)
     monkeypatch.setattr(graph, "enqueue", driver.calls.extend)
     monkeypatch.setattr(devices, "describe_error", lambda status: f"error {status}")
-    caches = (graph._capture_stream, graph._driver_launch)
+    caches = (
+        graph._capture_stream,
+        graph._driver_launch,
+        graph._driver_has_dependent_graphs,
+    )
     for cached in caches:
         cached.cache_clear()
     yield driver
@@ -166,3 +174,15 @@ def test_prepared_launches_are_a_graph_at_once(driver: Driver, captured: bool) -
     driver.captured.clear()
     launches.enqueue(7)
     assert driver.calls[-1] == (*GRAPH_LAUNCH, 7)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_old_drivers_launch_kernels(driver: Driver, prepared: bool) -> None:
+    """Their graphs would refuse programmatic dependent launches."""
+    driver.version = 12020
+    launches = RepeatedLaunches(0, bind)
+    if prepared:
+        launches.prepare(7)
+    for _ in range(20):
+        launches.enqueue(7)
+    assert driver.calls == 20 * bind(7)

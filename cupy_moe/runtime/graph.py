@@ -26,7 +26,15 @@ Bind: TypeAlias = Callable[[int], Sequence[BoundLaunch]]
 
 _RUNS_BEFORE_GRAPH = 8  # a graph takes about as long to make as it saves in so many runs
 
+_FIRST_DEPENDENT_GRAPHS = 12030  # driver whose captures keep programmatic dependent launches
+
 _capture_lock = Lock()
+
+
+@cache
+def _driver_has_dependent_graphs() -> bool:
+    version = check(import_driver().cuDriverGetVersion(), "asking for the driver's CUDA version")
+    return int(version) >= _FIRST_DEPENDENT_GRAPHS
 
 
 @cache
@@ -141,7 +149,7 @@ class RepeatedLaunches:
         with self._lock, device_guard(self._device):
             self._launches(stream)
             self._runs = _RUNS_BEFORE_GRAPH
-            if not stream_is_capturing(stream):
+            if _driver_has_dependent_graphs() and not stream_is_capturing(stream):
                 self._graph = LaunchGraph(self._device, self._bind)
 
     def enqueue(self, stream: int) -> None:
@@ -177,7 +185,11 @@ class RepeatedLaunches:
         It would leave the multiprocessors of a green context, and be a graph inside of a graph
         during a capture.
         """
-        return stream_is_primary(stream, self._device) and not stream_is_capturing(stream)
+        return (
+            _driver_has_dependent_graphs()
+            and stream_is_primary(stream, self._device)
+            and not stream_is_capturing(stream)
+        )
 
     def _launches(self, stream: int) -> Sequence[BoundLaunch]:
         bound_stream, launches = self._bound

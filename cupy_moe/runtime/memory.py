@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from threading import Lock
 from typing import Generic, TypeVar
@@ -29,7 +30,7 @@ class Memory(Generic[KeyT, ValueT]):
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
-        self._entries: dict[KeyT, ValueT] = {}
+        self._entries: OrderedDict[KeyT, ValueT] = OrderedDict()
         self._lock = Lock()
         self.get = self._entries.get
 
@@ -41,7 +42,7 @@ class Memory(Generic[KeyT, ValueT]):
         """Add or replace an entry."""
         with self._lock:
             if len(self._entries) >= self.max_entries:
-                del self._entries[next(iter(self._entries))]
+                self._entries.popitem(last=False)
             self._entries[key] = value
 
     def cache_clear(self) -> None:
