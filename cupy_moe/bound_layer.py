@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 from cupy_moe.pipeline import Addresses, bind_stages, overrides, plan_for
@@ -16,6 +17,8 @@ from cupy_moe.runtime.scratch import allocate
 __all__ = ["BoundLayer", "RepeatableLayer"]
 
 _MAX_PLACES = 1024  # about 4 KiB each, and a graph
+
+_WRITTEN = ("routing_replay_out", "output", "workspace_buffer")
 
 
 class BoundLayer:
@@ -101,7 +104,7 @@ class BoundLayer:
 
 
 class RepeatableLayer:
-    """A layer that ran, without its arrays: runs on what is at the same addresses now.
+    """A layer that ran, without its arrays: runs on others of the same forms.
 
     Scratch, and the output unless the caller gives one, are allocated at every run.
 
@@ -109,58 +112,85 @@ class RepeatableLayer:
     ----------
     layer : BoundLayer
         With ``output`` as its result. It is not kept, nor are its arrays.
+    operands : sequence of str
+        Fields of `MoeOperands`, in the order in which `run` takes their addresses.
     """
 
     __slots__ = (
-        *("_choices", "_device", "_framework", "_inputs", "_output_address", "_output_shape"),
-        *("_scratch_address", "_scratch_bytes", "_weights"),
+        *("_device", "_framework", "_choices", "_operands", "_output_shape", "_scratch_bytes"),
+        *("_sizes",),
     )
 
-    def __init__(self, layer: BoundLayer) -> None:
+    def __init__(self, layer: BoundLayer, operands: Sequence[str]) -> None:
         assert layer.result.output is not None
-        *self._choices, addresses = layer._binding
-        at = Addresses(*addresses)
         self._framework, self._device = layer._framework, layer._device
-        self._inputs = addresses[: Addresses._fields.index("scratch")]
-        self._scratch_address, self._scratch_bytes = at.scratch, layer.scratch_bytes
-        self._output_address, self._output_shape = at.output, layer.result.output.shape
-        self._weights = at.expert_weights
+        *self._choices, _ = layer._binding
+        self._output_shape, self._scratch_bytes = layer.result.output.shape, layer.scratch_bytes
+        self._operands = tuple(operands)
+        # None for what has no effect on the layer.
+        refs = (getattr(layer.operands, name) for name in operands)
+        self._sizes = tuple(None if ref is None else ref.nbytes for ref in refs)
 
-    def run(self, output: Array | None) -> Array:
+    def run(self, output: Array | None, addresses: Sequence[int]) -> Array | None:
         """Enqueue the layer on the current stream.
 
         Parameters
         ----------
         output : array or None
-            The caller's, at the address of the first run; None if that call had none.
+            The caller's.
+        addresses : sequence of int
+            Of the operands, the output among them if the caller gives one.
 
         Returns
         -------
-        array
-            ``output``, or a new one.
+        array or None
+            ``output``, or a new one; None if nothing was done as the call overwrites an input.
         """
         framework, device = self._framework, self._device
-        scratch_address, output_address = self._scratch_address, self._output_address
+        scratch_address = output_address = 0
         if self._scratch_bytes:
             scratch = allocate(framework, self._scratch_bytes, device)
             scratch_address = scratch.ptr
         if output is None:
             made = framework.empty(self._output_shape, "bfloat16", device)
             output, output_address = made.owner, made.ptr
-        place = (self, scratch_address, output_address)
+        place = (self, scratch_address, output_address, *addresses)
         launches = _places.get(place)
         if launches is None:
-            results = (output_address, self._weights, 0, 0)
-            addresses = (*self._inputs, scratch_address, *results)
-            bind = partial(bind_stages, *self._choices, addresses)
-            launches = RepeatedLaunches(device, bind)
+            if self._overwrites(addresses):
+                return None
+            binding = self._binding(addresses, scratch_address, output_address)
+            launches = RepeatedLaunches(device, partial(bind_stages, *self._choices, binding))
             _places.insert(place, launches)
         launches.enqueue(framework.current_stream(device))
         return output
 
+    def _overwrites(self, addresses: Sequence[int]) -> bool:
+        """Whether an array that is written shares memory with another."""
+        operands = zip(self._operands, addresses, self._sizes, strict=True)
+        spans = sorted((at, at + size, name in _WRITTEN) for name, at, size in operands if size)
+        end = end_of_written = 0
+        for begin, span_end, is_written in spans:
+            if begin < (end if is_written else end_of_written):
+                return True
+            end = max(end, span_end)
+            end_of_written = max(end_of_written, span_end) if is_written else end_of_written
+        return False
 
-# Layers with the addresses of their scratch and output, which allocators hand out again.
-_places: Memory[tuple[RepeatableLayer, int, int], RepeatedLaunches] = Memory(_MAX_PLACES)
+    def _binding(self, addresses: Sequence[int], scratch: int, output: int) -> Addresses:
+        """Put together the addresses of a run; 0 for scratch and output that the caller gave."""
+        operands = zip(self._operands, addresses, self._sizes, strict=True)
+        at = {name: address for name, address, size in operands if size is not None}
+        made = {
+            "scratch": scratch or at.get("workspace_buffer", 0),
+            "output": output or at.get("output", 0),
+            "expert_weights": at.get("topk_weights", 0),
+        }
+        return Addresses(*((made | at).get(name, 0) for name in Addresses._fields))
+
+
+# Layers with the addresses of their arrays, which allocators hand out again.
+_places: Memory[tuple[Hashable, ...], RepeatedLaunches] = Memory(_MAX_PLACES)
 
 
 def _addresses(operands: MoeOperands, result: MoeResult, scratch: ArrayRef) -> tuple[int, ...]:

@@ -54,8 +54,9 @@ class PosingFramework(NumpyFramework):
     def describe(self, x: Any, what: str) -> ArrayRef:
         return replace(super().describe(x, what), device=x.ordinal)
 
-    def signature(self, x: Any) -> tuple[Hashable, ...]:
-        return x.ctypes.data, x.ordinal, x.shape, x.strides, x.dtype
+    def signature(self, x: Any) -> tuple[int, Hashable]:
+        address = x.ctypes.data
+        return address, (address & 255, x.ordinal, x.shape, x.strides, x.dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> ArrayRef:
         assert device == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cupy_moe import bound_layer, pipeline
-from cupy_moe.fused_moe import repeated
+from cupy_moe.fused_moe import fp8_layers, repeated
 from cupy_moe.plan import Tiling
 from cupy_moe.runtime import scratch
 from cupy_moe.runtime.arrays import HOST, CupyFramework, describe
@@ -24,6 +24,7 @@ from tests.fp8_calls import (
     OPERATIONS,
     aligned_bytes,
     both_operations,
+    every_argument,
     layer_arguments,
     on,
     shifted,
@@ -99,13 +100,101 @@ def test_launches_are_those_of_the_first_call(gpu: Gpu, monkeypatch: pytest.Monk
     assert gpu.launched[-4:] == [(stage, 8) for stage in stages]
 
 
+def every_posing_argument(operation: str, dtype: str) -> dict[str, Any]:
+    """A call that gives every argument, in arrays of its own."""
+    arguments = {**every_argument(operation, NUMPY), "workspace_buffer": None}
+    if operation == "routed":
+        arguments["topk_ids"] = layer_arguments(dtype=dtype)["topk_ids"]
+    arguments["workspace_buffer"] = aligned_bytes(NUMPY, 1 << 20)
+    return {name: posing(aligned(value)) for name, value in arguments.items()}
+
+
+def aligned(value: Any) -> Any:
+    """Copy NumPy arrays, also those in a tuple, to where CUDA allocators put arrays."""
+    if isinstance(value, tuple):
+        return tuple(aligned(v) for v in value)
+    if not isinstance(value, np.ndarray):
+        return value
+    copy = aligned_bytes(NUMPY, value.nbytes).view(value.dtype).reshape(value.shape)
+    copy[...] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype"),
+    [("routed", "packed"), ("routed", "bfloat16"), ("routed", "float32"), ("logits", "")],
+)
+@pytest.mark.parametrize("absent", [(), ("gemm1_clamp_limit",), ("routing_bias",), ("output",)])
+@pytest.mark.parametrize("method", [0, 2])
+def test_other_arrays_of_the_same_forms_need_no_rules(
+    gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    dtype: str,
+    absent: tuple[str, ...],
+    method: int,
+) -> None:
+    """They are bound to the addresses that a layer of theirs would be bound to."""
+    calls = [every_posing_argument(operation, dtype) for _ in range(2)]
+    for arguments in calls:
+        arguments.update(dict.fromkeys(absent), routing_method_type=method)
+    first, second = calls
+    OPERATIONS[operation](**first)
+    bound = mock.Mock(side_effect=pipeline.bind_stages)
+    monkeypatch.setattr("cupy_moe.bound_layer.bind_stages", bound)
+    results: list[Any] = []
+    assert passes_the_rules(lambda: results.append(OPERATIONS[operation](**second)))
+    (call,) = bound.call_args_list
+    make = {"routed": fp8_layers.routed_layer, "logits": fp8_layers.logits_layer}[operation]
+    expected = make(**second)._binding
+    at, wanted = (pipeline.Addresses(*binding[6]) for binding in (call.args, expected))
+    assert at.output == describe(results[0]).ptr
+    assert at == wanted._replace(output=at.output)
+    assert call.args[:6] == expected[:6]
+
+
+@pytest.mark.parametrize("shared", ["hidden_states", "routing_logits", "routing_replay_out"])
+@pytest.mark.parametrize("written", ["output", "workspace_buffer"])
+def test_overlaps_of_other_arrays_are_refused(gpu: Gpu, written: str, shared: str) -> None:
+    calls = [every_posing_argument("logits", "") for _ in range(2)]
+    OPERATIONS["logits"](**calls[0])
+    arguments = calls[1]
+    size = arguments[shared].nbytes
+    memory = arguments[written].reshape(-1).view(np.uint8)[256 : 256 + size]
+    arguments[shared] = memory.view(arguments[shared].dtype).reshape(arguments[shared].shape)
+    gpu.launched.clear()
+    with pytest.raises(ValueError, match="not overlap"):
+        OPERATIONS["logits"](**arguments)
+    assert gpu.launched == []
+
+
+def test_overlaps_are_found_among_many_spans() -> None:
+    """Compared with every pair."""
+    rng = np.random.default_rng(0)
+    names = ("hidden_states", "output", "topk_ids", "workspace_buffer", "gemm1_weights")
+    written = (1, 3)
+    found = 0
+    for _ in range(500):
+        begins, sizes = rng.integers(0, 150, 5).tolist(), rng.integers(0, 25, 5).tolist()
+        layer = object.__new__(bound_layer.RepeatableLayer)
+        layer._operands, layer._sizes = names, tuple(sizes)
+        pairs = ((i, j) for i in written for j in range(5) if i != j)
+        expected = any(
+            max(begins[i], begins[j]) < min(begins[i] + sizes[i], begins[j] + sizes[j])
+            for i, j in pairs
+        )
+        assert layer._overwrites(begins) is expected
+        found += expected
+    assert 100 < found < 400
+
+
 def test_each_place_has_launches_of_its_own(gpu: Gpu) -> None:
     """Scratch and output come from an allocator: what is bound elsewhere must not be used."""
     arguments = full_arguments("routed")
     for name in ("output", "workspace_buffer"):
         arguments[name] = None
     outputs = [OPERATIONS["routed"](**arguments) for _ in range(20)]
-    ran = {place[2] for place in bound_layer._places._entries}
+    ran = {place[2] for place in bound_layer._places._entries}  # address of the new output
     assert {describe(output).ptr for output in outputs[1:]} == ran
     assert not any(name.startswith("graph") for name, _ in gpu.launched), "no place came back"
 
@@ -227,13 +316,14 @@ def test_no_array_is_kept_alive(gpu: Gpu) -> None:
 def test_memory_is_bounded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     for memory in (repeated.accepted, bound_layer._places):
         monkeypatch.setattr(memory, "max_entries", 3)
-    calls = [posing_arguments() for _ in range(5)]
+    calls = [posing_arguments(num_tokens=tokens) for tokens in range(1, 6)]
     for arguments in calls:
-        OPERATIONS["routed"](**arguments)
+        for _ in range(3):
+            OPERATIONS["routed"](**arguments)
     assert len(repeated.accepted) == 3
+    assert len(bound_layer._places) == 3
     known = [passes_the_rules(lambda a=a: OPERATIONS["routed"](**a)) for a in reversed(calls)]
     assert known[:3] == [True, True, True]
-    assert len(bound_layer._places) == 3
 
 
 def test_scratch_of_a_repeated_call_in_a_capture_is_kept(

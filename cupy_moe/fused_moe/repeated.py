@@ -1,13 +1,14 @@
 """Operations on CUDA arrays that are called again with arguments that the rules have accepted.
 
-Rules depend on the plain arguments and on what `Framework.signature` reads of every array: address,
-device, shape, gaps and dtype. A call that equals an accepted one in all of these needs memory and
-launches only. What is remembered refers to no array: it keeps no memory alive, and an array that
-was resized, moved or replaced has another signature.
+Rules depend on the plain arguments and on what `Framework.signature` reads of every array: device,
+shape, gaps, dtype and alignment, and, only for what must not overlap, addresses. A call that equals
+an accepted one in all but the addresses needs memory and launches only. What is remembered refers
+to no array: it keeps no memory alive, and one that was resized, moved or replaced is read anew.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable
 from operator import itemgetter
 from types import NoneType
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from cupy_moe.fused_moe.execution import Layer
+from cupy_moe.fused_moe.operands import OPERAND_FIELDS
 from cupy_moe.pipeline import overrides
 from cupy_moe.results import owners
 from cupy_moe.runtime.arrays import FRAMEWORKS, HOST
@@ -30,7 +32,7 @@ __all__ = ["accepted", "run_first", "signature"]
 
 MakeLayer: TypeAlias = Callable[..., Layer]
 Arguments: TypeAlias = tuple[Any, ...]
-Key: TypeAlias = tuple[Hashable, ...]
+Key: TypeAlias = tuple[Any, ...]
 
 _MAX_CALLS = 1024  # about 2 KiB each
 _PLAIN_KINDS = (NoneType, int, float, np.bool_, np.number)  # immutable, compared by value
@@ -54,20 +56,30 @@ class _Reader:
         self._arrays = [(i, FRAMEWORKS[kinds[i]].signature) for i in arrays]
         self._plain = itemgetter(*(i for i in range(len(kinds)) if i not in arrays))
 
-    def read(self, make: MakeLayer, arguments: Arguments) -> Key:
-        """Types, so that True is no 1; plain values; signatures."""
+    def read(self, make: MakeLayer, arguments: Arguments) -> tuple[Key, list[int]]:
+        """Key of types, so that True is no 1, plain values and arrays; addresses of the arrays."""
         key: list[Hashable] = [make, self._kinds, self._plain(arguments)]
+        addresses = []
         for i, signature in self._arrays:
-            key += signature(arguments[i])
-        return tuple(key)
+            address, form = signature(arguments[i])
+            addresses.append(address)
+            key.append(form)
+        return tuple(key), addresses
+
+    def operands(self, make: MakeLayer) -> list[str]:
+        """Fields of `MoeOperands` that the arrays are, in the order of their addresses."""
+        names = list(inspect.signature(make).parameters)
+        if len(names) < len(self._kinds):  # ids and weights instead of packed words
+            names.insert(1, "topk_ids[1]")
+        return [OPERAND_FIELDS[names[i]] for i, _ in self._arrays]
 
 
 _readers: Memory[tuple[type, ...], _Reader] = Memory(_MAX_CALLS)
 accepted: Memory[Key | None, RepeatableLayer] = Memory(_MAX_CALLS)
-"""Calls that passed the rules, by signature; None is never among them."""
+"""Calls that passed the rules, by their keys; None is never among them."""
 
 
-def signature(make: MakeLayer, arguments: Arguments) -> Key | None:
+def signature(make: MakeLayer, arguments: Arguments) -> tuple[Key | None, list[int]]:
     """All that the rules look at, to be read before they run.
 
     Parameters
@@ -79,8 +91,10 @@ def signature(make: MakeLayer, arguments: Arguments) -> Key | None:
 
     Returns
     -------
-    tuple or None
-        None for calls that are never remembered.
+    key : tuple or None
+        Of `accepted`; None for calls that are never remembered.
+    addresses : list of int
+        For `RepeatableLayer.run`.
     """
     first = arguments[0]
     if type(first) is tuple and len(first) == 2:  # one of another length is never accepted
@@ -88,11 +102,11 @@ def signature(make: MakeLayer, arguments: Arguments) -> Key | None:
     kinds = tuple(map(type, arguments))
     reader = _readers.get(kinds) or _make_reader(kinds)
     if reader is None or overrides() != _NO_OVERRIDES:
-        return None
+        return None, []
     try:
         return reader.read(make, arguments)
     except RuntimeError:  # a tensor without storage, which the rules name
-        return None
+        return None, []
 
 
 def _make_reader(kinds: tuple[type, ...]) -> _Reader | None:
@@ -116,8 +130,10 @@ def run_first(key: Key | None, layer: Layer) -> ArrayLike:
     if key is not None and layer.operands.hidden_states.device != HOST:
         from cupy_moe.bound_layer import BoundLayer, RepeatableLayer
 
-        if isinstance(layer, BoundLayer) and _is_repeatable(layer):
-            accepted.insert(key, RepeatableLayer(layer))
+        make, kinds = key[:2]
+        reader = _readers.get(kinds)
+        if reader is not None and isinstance(layer, BoundLayer) and _is_repeatable(layer):
+            accepted.insert(key, RepeatableLayer(layer, reader.operands(make)))
     return owners(layer.result)
 
 

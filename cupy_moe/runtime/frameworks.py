@@ -55,8 +55,11 @@ class Framework(ABC):
     def describe(self, x: Array, what: str) -> ArrayRef:
         """Make a reference to `x` without a copy; `what` names the argument in errors."""
 
-    def signature(self, x: Array) -> tuple[Hashable, ...]:
-        """All that `describe` can tell of an array, raw: equal ones yield equal descriptions."""
+    def signature(self, x: Array) -> tuple[int, Hashable]:
+        """Address of an array, and all else that `describe` tells of it, raw, with the alignment.
+
+        Equal signatures come from equal descriptions; alignments count up to 256 bytes.
+        """
         raise NotImplementedError(f"{self.name} arrays have no signature")
 
     @abstractmethod
@@ -149,10 +152,11 @@ class CupyFramework(Framework):
         dtype = dtype_name(x.dtype, what)
         return ArrayRef(x, data.ptr, x.shape, dtype, data.device_id, _has_no_gaps(x, what), self)
 
-    def signature(self, x: Array) -> tuple[Hashable, ...]:
+    def signature(self, x: Array) -> tuple[int, Hashable]:
         """See `Framework.signature`."""
         data = x.data
-        return data.ptr, data.device_id, x.shape, x.strides, x.dtype
+        address = data.ptr
+        return address, (address & 255, data.device_id, x.shape, x.strides, x.dtype)
 
     def strides(self, ref: ArrayRef) -> tuple[int, ...]:
         """See `Framework.strides`."""
@@ -210,9 +214,10 @@ class TorchFramework(Framework):
             raise self._refusal(x, what)
         return ArrayRef(x, ptr, x.shape, dtype, device, x.is_contiguous(), self)
 
-    def signature(self, x: Array) -> tuple[Hashable, ...]:
+    def signature(self, x: Array) -> tuple[int, Hashable]:
         """See `Framework.signature`."""
-        return x.data_ptr(), x.device, x.shape, x.is_contiguous(), x.dtype
+        address = x.data_ptr()
+        return address, (address & 255, x.device, x.shape, x.is_contiguous(), x.dtype)
 
     def _refusal(self, x: Array, what: str) -> TypeError:
         if x.layout is not self._torch.strided:
