@@ -39,7 +39,10 @@ struct Slot {
   }
 };
 
-__device__ Slot load_slot(const Params& p, i64 slot) {
+// Of slots [first, first + kSlotsInFlight) of a token, the one of this lane.
+__device__ Slot load_own_slot(const Params& p, i64 token, i32 first, i32 lane) {
+  if (lane >= min(kSlotsInFlight, p.top_k - first)) return {};
+  const i64 slot = token * p.top_k + first + lane;
   return {p.expanded_to_permuted[slot], load_weight(p, slot)};
 }
 
@@ -64,14 +67,13 @@ extern "C" __global__ void __launch_bounds__(Config::kNumThreads)
   const i32 lane = static_cast<i32>(threadIdx.x) % 32;
   const bool in_row = column < p.hidden_size;
 
+  // Rows and weights were there before FC2 let this kernel start, only its output is waited for.
+  Slot own = load_own_slot(p, token, 0, lane);
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   float sum[8] = {};
   for (i32 first = 0; first < p.top_k; first += kSlotsInFlight) {
-    Slot own;
-    if (lane < min(kSlotsInFlight, p.top_k - first)) {
-      own = load_slot(p, token * p.top_k + first + lane);
-    }
+    if (first > 0) own = load_own_slot(p, token, first, lane);
     Slot slots[kSlotsInFlight];
     uint4 z[kSlotsInFlight];
 #pragma unroll

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from threading import Lock
+from collections.abc import Hashable, Sequence
+from functools import partial
 
-from cupy_moe.pipeline import bind_stages, overrides, plan_for
-from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult
+from cupy_moe.pipeline import Addresses, bind_stages, overrides, plan_for
+from cupy_moe.problem import MoeOperands, MoeProblem, MoeResult
 from cupy_moe.results import allocate_result
+from cupy_moe.runtime.array_ref import Array
 from cupy_moe.runtime.arrays import ArrayRef
-from cupy_moe.runtime.devices import context_is_current, device_guard
-from cupy_moe.runtime.launch import BoundLaunch, enqueue
+from cupy_moe.runtime.graph import RepeatedLaunches
+from cupy_moe.runtime.memory import Memory
 from cupy_moe.runtime.scratch import allocate
 
-__all__ = ["BoundLayer"]
+__all__ = ["BoundLayer", "RepeatableLayer"]
+
+_MAX_PLACES = 1024  # about 4 KiB each, and a graph
+
+_WRITTEN = ("routing_replay_out", "output", "workspace_buffer")
 
 
 class BoundLayer:
@@ -27,6 +33,7 @@ class BoundLayer:
 
     Attributes
     ----------
+    problem : MoeProblem
     operands : MoeOperands
     result : MoeResult
         Arrays of the kind of ``hidden_states``.
@@ -35,8 +42,8 @@ class BoundLayer:
     """
 
     __slots__ = (
-        *("_binding", "_bound", "_device", "_framework", "_lock", "_scratch"),
-        *("operands", "result", "scratch_bytes"),
+        *("_binding", "_device", "_framework", "_launches", "_scratch", "_stream"),
+        *("operands", "problem", "result", "scratch_bytes"),
     )
 
     def __init__(self, problem: MoeProblem, operands: MoeOperands) -> None:
@@ -50,16 +57,15 @@ class BoundLayer:
             scratch = allocate(framework, self.scratch_bytes, device)
         self.result = allocate_result(problem, operands, plan.capacity)
         self._framework, self._device = framework, device
-        self.operands, self._scratch = operands, scratch
+        self.problem, self.operands, self._scratch = problem, operands, scratch
         addresses = _addresses(operands, self.result, scratch)
         factor, pdl = operands.routed_scaling_factor, operands.enable_pdl
         self._binding = (problem, device, arch, tiling, pdl, factor, addresses)
-        self._lock = Lock()
-        # A stream and the launches on it, in one attribute: threads may share a layer.
-        self._bound: tuple[int | None, tuple[BoundLaunch, ...]] = (None, ())
+        self._launches = RepeatedLaunches(device, partial(bind_stages, *self._binding))
+        self._stream: int | None = None
 
-    def bind(self) -> tuple[BoundLaunch, ...]:
-        """Return the launches on the current stream of the library of ``hidden_states``.
+    def prepare(self) -> None:
+        """Prepare for many runs: load the kernels and put them into a graph.
 
         Raises
         ------
@@ -68,14 +74,7 @@ class BoundLayer:
         RuntimeError
             If a kernel would have to be loaded during a stream capture.
         """
-        stream = self._framework.current_stream(self._device)
-        bound_stream, launches = self._bound
-        if stream != bound_stream:
-            launches = bind_stages(*self._binding, stream)
-            if bound_stream is not None:
-                self._use_on_another_stream()
-            self._bound = (stream, launches)
-        return launches
+        self._launches.prepare(self._use_current_stream())
 
     def enqueue(self) -> None:
         """Enqueue the layer on the current stream.
@@ -83,15 +82,17 @@ class BoundLayer:
         Raises
         ------
         KernelCompileError, RuntimeError
-            As for `bind`, and if the driver refuses a launch.
+            As for `prepare`, and if the driver refuses a launch.
         """
-        with self._lock:  # stages of two runs must not mix, even on one stream
-            launches = self.bind()
-            if context_is_current(self._device):  # the usual case, without the cost of a guard
-                enqueue(launches)
-                return
-            with device_guard(self._device):
-                enqueue(launches)
+        self._launches.enqueue(self._use_current_stream())
+
+    def _use_current_stream(self) -> int:
+        stream = self._framework.current_stream(self._device)
+        if stream != self._stream:
+            if self._stream is not None:
+                self._use_on_another_stream()
+            self._stream = stream
+        return stream
 
     def _use_on_another_stream(self) -> None:
         """Tell allocators of memory that a stream uses besides the one it was allocated on."""
@@ -100,6 +101,96 @@ class BoundLayer:
         for ref in (self._scratch, *results):
             if ref is not None:
                 ref.framework.record_stream(ref)
+
+
+class RepeatableLayer:
+    """A layer that ran, without its arrays: runs on others of the same forms.
+
+    Scratch, and the output unless the caller gives one, are allocated at every run.
+
+    Parameters
+    ----------
+    layer : BoundLayer
+        With ``output`` as its result. It is not kept, nor are its arrays.
+    operands : sequence of str
+        Fields of `MoeOperands`, in the order in which `run` takes their addresses.
+    """
+
+    __slots__ = (
+        *("_device", "_framework", "_choices", "_operands", "_output_shape", "_scratch_bytes"),
+        *("_sizes",),
+    )
+
+    def __init__(self, layer: BoundLayer, operands: Sequence[str]) -> None:
+        assert layer.result.output is not None
+        self._framework, self._device = layer._framework, layer._device
+        *self._choices, _ = layer._binding
+        self._output_shape, self._scratch_bytes = layer.result.output.shape, layer.scratch_bytes
+        self._operands = tuple(operands)
+        # None for what has no effect on the layer.
+        refs = (getattr(layer.operands, name) for name in operands)
+        self._sizes = tuple(None if ref is None else ref.nbytes for ref in refs)
+
+    def run(self, output: Array | None, addresses: Sequence[int]) -> Array | None:
+        """Enqueue the layer on the current stream.
+
+        Parameters
+        ----------
+        output : array or None
+            The caller's.
+        addresses : sequence of int
+            Of the operands, the output among them if the caller gives one.
+
+        Returns
+        -------
+        array or None
+            ``output``, or a new one; None if nothing was done as the call overwrites an input.
+        """
+        framework, device = self._framework, self._device
+        scratch_address = output_address = 0
+        if self._scratch_bytes:
+            scratch = allocate(framework, self._scratch_bytes, device)
+            scratch_address = scratch.ptr
+        if output is None:
+            made = framework.empty(self._output_shape, "bfloat16", device)
+            output, output_address = made.owner, made.ptr
+        place = (self, scratch_address, output_address, *addresses)
+        launches = _places.get(place)
+        if launches is None:
+            if self._overwrites(addresses):
+                return None
+            binding = self._binding(addresses, scratch_address, output_address)
+            launches = RepeatedLaunches(device, partial(bind_stages, *self._choices, binding))
+            _places.insert(place, launches)
+        launches.enqueue(framework.current_stream(device))
+        return output
+
+    def _overwrites(self, addresses: Sequence[int]) -> bool:
+        """Whether an array that is written shares memory with another."""
+        operands = zip(self._operands, addresses, self._sizes, strict=True)
+        spans = sorted((at, at + size, name in _WRITTEN) for name, at, size in operands if size)
+        end = end_of_written = 0
+        for begin, span_end, is_written in spans:
+            if begin < (end if is_written else end_of_written):
+                return True
+            end = max(end, span_end)
+            end_of_written = max(end_of_written, span_end) if is_written else end_of_written
+        return False
+
+    def _binding(self, addresses: Sequence[int], scratch: int, output: int) -> Addresses:
+        """Put together the addresses of a run; 0 for scratch and output that the caller gave."""
+        operands = zip(self._operands, addresses, self._sizes, strict=True)
+        at = {name: address for name, address, size in operands if size is not None}
+        made = {
+            "scratch": scratch or at.get("workspace_buffer", 0),
+            "output": output or at.get("output", 0),
+            "expert_weights": at.get("topk_weights", 0),
+        }
+        return Addresses(*((made | at).get(name, 0) for name in Addresses._fields))
+
+
+# Layers with the addresses of their arrays, which allocators hand out again.
+_places: Memory[tuple[Hashable, ...], RepeatedLaunches] = Memory(_MAX_PLACES)
 
 
 def _addresses(operands: MoeOperands, result: MoeResult, scratch: ArrayRef) -> tuple[int, ...]:

@@ -27,15 +27,8 @@ from cupy_moe.kernels.grouped_gemm import (
 )
 from cupy_moe.kernels.permute import bind_permute
 from cupy_moe.kernels.route import bind_route
-from cupy_moe.plan import (
-    DeviceTraits,
-    KernelConfig,
-    MoePlan,
-    MoeProblem,
-    RoutingSource,
-    Tiling,
-    plan_moe,
-)
+from cupy_moe.plan import KernelConfig, MoePlan, plan_moe
+from cupy_moe.problem import DeviceTraits, MoeProblem, RoutingSource
 from cupy_moe.runtime.compiler import capability_of
 from cupy_moe.runtime.devices import (
     compute_capability,
@@ -46,6 +39,7 @@ from cupy_moe.runtime.devices import (
 from cupy_moe.runtime.jit import Function, arch_for, load
 from cupy_moe.runtime.launch import BoundLaunch
 from cupy_moe.runtime.tensor_map import NO_TENSOR_MAP, encode_tensor_map
+from cupy_moe.tiling import Tiling
 
 __all__ = ["Addresses", "bind_stages", "compiled_for", "overrides", "plan_for", "tiled_as"]
 
@@ -79,7 +73,7 @@ def tiled_as(tiling: Tiling) -> Iterator[None]:
     Parameters
     ----------
     tiling : Tiling
-        One of `cupy_moe.plan.tile_candidates`.
+        One of `cupy_moe.tiling.tile_candidates`.
     """
     token = _tiling_override.set(tiling)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from cupy_moe.plan import MoeProblem, MoeResult
+from cupy_moe.problem import MoeProblem, MoeResult
 from cupy_moe.runtime.arrays import ArrayRef
 
 __all__ = ["allocate_result", "owners", "owners_list"]

@@ -15,10 +15,11 @@ import pytest
 from cupy_moe.fused_moe import (
     RoutingMethodType,
     fp8_layers,
+    repeated,
     trtllm_fp8_per_tensor_scale_moe,
     trtllm_fp8_per_tensor_scale_routed_moe,
 )
-from cupy_moe.plan import MoeOperands
+from cupy_moe.problem import MoeOperands
 from cupy_moe.runtime.arrays import describe
 from cupy_moe.testing.inputs import make_fp8_layer, make_hidden_states, make_topk
 from cupy_moe.types import ActivationType
@@ -143,6 +144,7 @@ class AcceptedError(Exception):
 
 def call(operation: str, arguments: dict[str, Any]) -> MoeOperands:
     """Operands of an accepted call, which is not run; the exception of a refused one."""
+    repeated.accepted.cache_clear()
 
     def bind(_operation: str, _settings: object, operands: MoeOperands) -> None:
         raise AcceptedError(operands)

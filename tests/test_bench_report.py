@@ -21,7 +21,8 @@ from cupy_moe.bench.sweep import SweepRow, fastest_first, problem_of
 from cupy_moe.bench.timing import interleaved_us
 from cupy_moe.bench.workloads import WORKLOADS
 from cupy_moe.cli import bench
-from cupy_moe.plan import DeviceTraits, tile_candidates
+from cupy_moe.problem import DeviceTraits
+from cupy_moe.tiling import tile_candidates
 from tests.bench_rows import fake_report, fake_row
 
 

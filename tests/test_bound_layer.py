@@ -3,104 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from cupy_moe import bound_layer, pipeline
+from cupy_moe import pipeline
 from cupy_moe.bound_layer import BoundLayer
-from cupy_moe.fused_moe import execution, fp8_layers, plan_fp8_per_tensor_scale_routed_moe
-from cupy_moe.plan import MoeOperands
-from cupy_moe.runtime import launch as launch_module
+from cupy_moe.fused_moe import fp8_layers, plan_fp8_per_tensor_scale_routed_moe
+from cupy_moe.problem import MoeOperands
 from cupy_moe.runtime import scratch
-from cupy_moe.runtime.arrays import FRAMEWORKS, HOST, ArrayRef, NumpyFramework
-from cupy_moe.runtime.jit import Function
+from cupy_moe.runtime.launch import BoundLaunch
 from tests.fp8_calls import NUMPY as HOST_KIND
-from tests.fp8_calls import aligned_bytes, layer_arguments
+from tests.fp8_calls import aligned_bytes
+from tests.posing import Gpu, PosingFramework, posing_arguments, posing_gpu
 
 GEMMS = ["grouped_gemm", "grouped_gemm"]
-STAGES = ["permute", *GEMMS, "finalize"]
-
-
-class Posing(np.ndarray):
-    """An array in host memory that says it is on ``cuda:0``."""
-
-
-def posing_arguments(operation: str = "routed", **options: Any) -> dict[str, Any]:
-    arguments = layer_arguments(operation, **options)
-    return {
-        name: value.view(Posing) if isinstance(value, np.ndarray) else value
-        for name, value in arguments.items()
-    }
-
-
-class PosingFramework(NumpyFramework):
-    """Library of posing arrays; the test says which stream is current and being captured."""
-
-    def __init__(self) -> None:
-        self.stream = 7
-        self.capturing = False
-        self.recorded: list[int] = []
-
-    def describe(self, x: Any, what: str) -> ArrayRef:
-        return replace(super().describe(x, what), device=0)
-
-    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> ArrayRef:
-        assert device == 0
-        return self.describe(super().empty(shape, dtype, HOST).owner.view(Posing), "empty")
-
-    def current_stream(self, device: int) -> int:
-        return self.stream
-
-    def is_capturing(self, device: int) -> bool:
-        return self.capturing
-
-    def record_stream(self, ref: ArrayRef) -> None:
-        self.recorded.append(ref.ptr)
-
-
-class Gpu:
-    """Stands in for the driver: kernels loaded and launches made, by name and stream."""
-
-    def __init__(self, framework: PosingFramework) -> None:
-        self.framework = framework
-        self.loaded: list[tuple[str, bool]] = []
-        self.launched: list[tuple[str, int]] = []
-
-    def load(self, spec: Any, device: int, *, capturing: bool, arch: str | None) -> Function:
-        self.loaded.append((spec.source, capturing))
-        return Function(spec.source, device, spec.source)
-
-    def launch(self, config: Any, handle: str, params: int, extra: int) -> tuple[str]:
-        self.launched.append((handle, int(config.hStream)))
-        return ("success",)
+STAGES = [*GEMMS, "finalize"]
+GRAPH = f"graph of {' '.join(STAGES)}"
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    pytest.importorskip("cuda.bindings.driver")
-    framework = PosingFramework()
-    gpu = Gpu(framework)
-    success = "success"
-    monkeypatch.setitem(FRAMEWORKS, Posing, framework)
-    monkeypatch.setattr(pipeline, "load", gpu.load)
-    monkeypatch.setattr(pipeline, "compute_capability", lambda device: (8, 0))
-    monkeypatch.setattr(pipeline, "sm_count", lambda device: 4)
-    monkeypatch.setattr(pipeline, "stream_is_capturing", lambda stream: framework.capturing)
-    for module in (pipeline, bound_layer):
-        monkeypatch.setattr(module, "device_guard", lambda device: nullcontext())
-    monkeypatch.setattr(bound_layer, "context_is_current", lambda device: device == 0)
-    monkeypatch.setattr(launch_module, "_driver_launch", lambda: (gpu.launch, success))
-    monkeypatch.setattr(execution, "require_supported_device", lambda *_: None)
-    caches = (pipeline.bind_stages, pipeline._load, pipeline.plan_for, execution._backend)
-    for cached in caches:
-        cached.cache_clear()
-    yield gpu
-    for cached in caches:
-        cached.cache_clear()
+    with posing_gpu(monkeypatch) as gpu:
+        yield gpu
+
+
+def bound_on(layer: Any, stream: int) -> tuple[BoundLaunch, ...]:
+    return pipeline.bind_stages(*layer._binding, stream)
 
 
 def make_layer(operation: str = "routed", **options: Any) -> BoundLayer:
@@ -114,7 +43,9 @@ def make_layer(operation: str = "routed", **options: Any) -> BoundLayer:
     ("operation", "options", "stages"),
     [
         ("routed", {}, STAGES),
-        ("routed", {"do_finalize": False}, STAGES[:3]),
+        ("routed", {"num_tokens": 16}, STAGES),
+        ("routed", {"num_tokens": 17}, ["permute", *STAGES]),
+        ("routed", {"do_finalize": False}, GEMMS),
         ("logits", {}, ["route", *STAGES]),
     ],
 )
@@ -129,8 +60,9 @@ def test_stages_in_order(gpu: Gpu, operation: str, options: Any, stages: list[st
 
 def test_a_layer_follows_the_current_stream(gpu: Gpu) -> None:
     layer = make_layer()
-    bound = layer.bind()
-    assert layer.bind() is bound
+    layer.enqueue()
+    bound = bound_on(layer, 7)
+    gpu.launched.clear()
     assert gpu.framework.recorded == []
     gpu.framework.stream = 8
     layer.enqueue()
@@ -138,7 +70,7 @@ def test_a_layer_follows_the_current_stream(gpu: Gpu) -> None:
     assert layer.result.output is not None
     assert gpu.framework.recorded == [layer._scratch.ptr, layer.result.output.ptr]
     gpu.framework.stream = 7
-    assert layer.bind() is bound, "still remembered"
+    assert bound_on(layer, 7) is bound, "still remembered"
 
 
 def test_equal_addresses_bind_once(gpu: Gpu) -> None:
@@ -149,9 +81,9 @@ def test_equal_addresses_bind_once(gpu: Gpu) -> None:
     arguments = posing_arguments(workspace_buffer=workspace, output=output.owner)
     first, second = (fp8_layers.routed_layer(**arguments) for _ in range(2))
     assert (first.scratch_bytes, second.scratch_bytes) == (0, 0)
-    assert first.bind() is second.bind()
+    assert bound_on(first, 7) is bound_on(second, 7)
     arguments["topk_ids"] = arguments["topk_ids"].copy()
-    assert fp8_layers.routed_layer(**arguments).bind() is not first.bind()
+    assert bound_on(fp8_layers.routed_layer(**arguments), 7) is not bound_on(first, 7)
 
 
 def test_every_address_and_choice_changes_the_launches(gpu: Gpu) -> None:
@@ -166,24 +98,49 @@ def test_every_address_and_choice_changes_the_launches(gpu: Gpu) -> None:
 
 
 def test_kernels_are_loaded_by_the_first_binding(gpu: Gpu) -> None:
-    make_layer().bind()
+    make_layer().enqueue()
     assert gpu.loaded == [(stage, False) for stage in STAGES]
-    make_layer().bind()
+    make_layer().enqueue()
     gpu.framework.capturing = True
-    make_layer().bind()
+    make_layer().enqueue()
     assert len(gpu.loaded) == len(STAGES)
     gpu.framework.stream = 9  # not seen before: the loader is asked, and told of the capture
-    make_layer().bind()
+    make_layer().enqueue()
     assert gpu.loaded[len(STAGES) :] == [(stage, True) for stage in STAGES]
 
 
 def test_planning_loads_and_launches_nothing(gpu: Gpu) -> None:
     plan = plan_fp8_per_tensor_scale_routed_moe(**posing_arguments())
-    assert [name for name, _ in gpu.loaded] == STAGES
+    assert [name for name, _ in gpu.loaded] == 2 * STAGES, "for the stream and for the graph"
     assert gpu.launched == []
     assert plan.scratch_bytes > 0
     plan.run()
-    assert gpu.launched == [(stage, 7) for stage in STAGES]
+    assert gpu.launched == [(GRAPH, 7)]
+
+
+def test_a_plan_launches_kernels_where_its_graph_does_not_fit(gpu: Gpu) -> None:
+    """It would be nested in the graph of a capture, and leave the SMs of a green context."""
+    plan = plan_fp8_per_tensor_scale_routed_moe(**posing_arguments())
+    gpu.framework.capturing = True
+    plan.run()
+    gpu.framework.capturing = False
+    gpu.framework.stream, gpu.framework.green = 8, True
+    plan.run()
+    assert gpu.launched == [(stage, stream) for stream in (7, 8) for stage in STAGES]
+    gpu.launched.clear()
+    gpu.framework.green = False
+    plan.run()
+    assert gpu.launched == [(GRAPH, 8)]
+    assert len(gpu.framework.recorded) == 2, "scratch and output, on the second stream"
+
+
+def test_a_plan_made_during_a_capture(gpu: Gpu) -> None:
+    gpu.framework.capturing = True
+    plan = plan_fp8_per_tensor_scale_routed_moe(**posing_arguments())
+    plan.run()
+    gpu.framework.capturing = False
+    plan.run()
+    assert gpu.launched == [*((stage, 7) for stage in STAGES), (GRAPH, 7)]
 
 
 def test_scratch_of_a_capture_is_kept(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from cupy_moe.fused_moe import ActivationType, RoutingMethodType, execution, fp8_layers, operands
 from cupy_moe.fused_moe.settings import MoeSettings
-from cupy_moe.plan import RoutingSource
+from cupy_moe.problem import RoutingSource
 from cupy_moe.runtime.arrays import describe
 from tests import fp8_calls
 from tests.array_kinds import ArrayKind

@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from cupy_moe.bench.sweep import problem_of
 from cupy_moe.bench.workloads import WORKLOADS
 from cupy_moe.kernels.grouped_gemm import MainloopKind
-from cupy_moe.plan import (
-    DeviceTraits,
-    MoeProblem,
-    all_specializations,
-    choose_tiling,
-    plan_moe,
-    tile_candidates,
-)
+from cupy_moe.plan import all_specializations, plan_moe
+from cupy_moe.problem import DeviceTraits, MoeProblem
+from cupy_moe.tiling import choose_tiling, tile_candidates
 from cupy_moe.types import ActivationType
 
 H200 = DeviceTraits("sm_90a", 132)

@@ -58,6 +58,7 @@ struct SortedOrder {
     const bool is_first = expert >= 0 && earlier == 0;  // its lane describes the expert's tiles
     const i32 num_own_tiles = is_first ? ceil_div(count, Config::kTileN) : 0;
     i32 first_tile = 0;
+#pragma unroll 8
     for (i32 i = 0; i < p.num_slots; ++i) {
       const i32 num_other_tiles = __shfl_sync(~0u, num_own_tiles, i);
       if (__shfl_sync(~0u, expert, i) < expert) first_tile += num_other_tiles;

@@ -16,9 +16,10 @@ from cupy_moe.bench.layers import Batch, BenchLayer, make_batch, make_layer
 from cupy_moe.bench.timing import capture, free_memory, interleaved_us
 from cupy_moe.bench.workloads import Workload
 from cupy_moe.pipeline import tiled_as
-from cupy_moe.plan import DeviceTraits, MoeProblem, RoutingSource, Tiling, tile_candidates
+from cupy_moe.problem import DeviceTraits, MoeProblem, RoutingSource
 from cupy_moe.runtime.compiler import arch_for
 from cupy_moe.runtime.devices import compute_capability, sm_count
+from cupy_moe.tiling import Tiling, tile_candidates
 from cupy_moe.types import ActivationType, RoutingMethodType
 
 __all__ = ["SweepRow", "fastest_first", "problem_of", "sweep"]

@@ -9,7 +9,7 @@ from typing import Protocol
 from cupy_moe.fused_moe.fp4_operands import Fp4Mode, Fp4Operands
 from cupy_moe.fused_moe.settings import MoeSettings
 from cupy_moe.kernels.permute import MAX_LOCAL_EXPERTS
-from cupy_moe.plan import MoeOperands, MoeProblem, MoeResult, RoutingSource
+from cupy_moe.problem import MoeOperands, MoeProblem, MoeResult, RoutingSource
 from cupy_moe.results import allocate_result
 from cupy_moe.runtime.arrays import HOST
 from cupy_moe.types import RoutingMethodType
@@ -77,8 +77,8 @@ class Layer(Protocol):
     def operands(self) -> MoeOperands | Fp4Operands:
         """The arrays."""
 
-    def bind(self) -> object:
-        """Load what the layer needs, for the current stream."""
+    def prepare(self) -> None:
+        """Prepare for many runs."""
 
     def enqueue(self) -> None:
         """Fill the results, on the current stream."""
@@ -182,7 +182,7 @@ class _EmptyLayer:
         self.result = allocate_result(problem, operands, 0)
         self.scratch_bytes = 0
 
-    def bind(self) -> None:
+    def prepare(self) -> None:
         """Nothing is to be loaded."""
 
     def enqueue(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cupy_moe.fused_moe.fp8_layers import logits_layer, routed_layer
-from cupy_moe.results import owners
+from cupy_moe.fused_moe.repeated import accepted, run_first, signature
 from cupy_moe.validate import ArrayLike
 
 __all__ = ["trtllm_fp8_per_tensor_scale_moe", "trtllm_fp8_per_tensor_scale_routed_moe"]
@@ -158,7 +158,7 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
 
     Name and arguments are those of the operation in FlashInfer.
     """
-    layer = routed_layer(
+    arguments = (
         topk_ids,
         routing_bias,
         hidden_states,
@@ -186,8 +186,13 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
         gemm1_clamp_limit,
         workspace_buffer,
     )
-    layer.enqueue()
-    return owners(layer.result)
+    key, addresses = signature(routed_layer, arguments)
+    known = accepted.get(key)
+    if known is not None:
+        filled = known.run(output, addresses)
+        if filled is not None:
+            return filled
+    return run_first(key, routed_layer(*arguments))
 
 
 def trtllm_fp8_per_tensor_scale_moe(
@@ -309,7 +314,7 @@ def trtllm_fp8_per_tensor_scale_moe(
     Name and arguments are those of the operation in FlashInfer; versions without ``do_finalize``
     take ``enable_pdl`` at its place, so pass the optional arguments by name.
     """
-    layer = logits_layer(
+    arguments = (
         routing_logits,
         routing_bias,
         hidden_states,
@@ -338,5 +343,10 @@ def trtllm_fp8_per_tensor_scale_moe(
         gemm1_clamp_limit,
         workspace_buffer,
     )
-    layer.enqueue()
-    return owners(layer.result)
+    key, addresses = signature(logits_layer, arguments)
+    known = accepted.get(key)
+    if known is not None:
+        filled = known.run(output, addresses)
+        if filled is not None:
+            return filled
+    return run_first(key, logits_layer(*arguments))

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from cupy_moe.formats import decode_bf16, encode_bf16
 from cupy_moe.fused_moe.fp4_operands import Fp4Operands, PreparedMatrix
-from cupy_moe.plan import MoeOperands, MoeProblem, RoutingSource, max_token_tiles
+from cupy_moe.plan import max_token_tiles
+from cupy_moe.problem import MoeOperands, MoeProblem, RoutingSource
 from cupy_moe.reference.moe import DEFAULT_TILE, fp4_moe, fp8_moe
 from cupy_moe.reference.routing import decode_packed, select_experts
 from cupy_moe.results import allocate_result
@@ -53,7 +54,7 @@ class _HostLayer(ABC, Generic[OperandsT]):
         self.result = allocate_result(problem, operands, tiles * DEFAULT_TILE)
         self.scratch_bytes = 0
 
-    def bind(self) -> None:
+    def prepare(self) -> None:
         """Nothing is to be loaded."""
 
     def enqueue(self) -> None:

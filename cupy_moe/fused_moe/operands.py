@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from cupy_moe.fused_moe.fp4_operands import Fp4Operands
 from cupy_moe.fused_moe.settings import SIZE_MULTIPLE, MoeSettings
-from cupy_moe.plan import MoeOperands
+from cupy_moe.problem import MoeOperands
 from cupy_moe.runtime.arrays import ArrayRef
 from cupy_moe.types import ActivationType, RoutingMethodType
 from cupy_moe.validate import (
@@ -26,6 +26,7 @@ from cupy_moe.validate import (
 
 __all__ = [
     "ACTIVATIONS",
+    "OPERAND_FIELDS",
     "CallOperands",
     "describe_layer",
     "describe_output",
@@ -51,8 +52,7 @@ ACTIVATIONS = frozenset(
 )
 _BIASED_METHODS = (RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2)
 
-# Fields of MoeOperands, under the names of the public arguments.
-_ARGUMENTS = {
+OPERAND_FIELDS = {
     "hidden_states": "hidden_states",
     "gemm1_weights": "gemm1_weights",
     "gemm2_weights": "gemm2_weights",
@@ -68,8 +68,10 @@ _ARGUMENTS = {
     "output": "output",
     "workspace_buffer": "workspace_buffer",
 }
-_argument_names = tuple(_ARGUMENTS)
-_get_arguments = attrgetter(*_ARGUMENTS.values())
+"""Fields of `MoeOperands`, under the names of the public arguments."""
+
+_argument_names = tuple(OPERAND_FIELDS)
+_get_arguments = attrgetter(*OPERAND_FIELDS.values())
 
 
 def describe_layer(

@@ -59,7 +59,7 @@ class PlannedMoe:
                     f"{ref.framework.name}: DLPack orders streams once, when an array is imported. "
                     "Call the operation itself."
                 )
-        layer.bind()
+        layer.prepare()
         self._layer = layer
         self._enqueue = layer.enqueue
         self.output: ArrayLike | list[ArrayLike] = owners(layer.result)
@@ -85,8 +85,9 @@ class PlannedMoe:
         Notes
         -----
         CUDA arrays: kernels are enqueued on the current stream of the library of ``hidden_states``
-        and nothing else happens, no allocation and no synchronization; during a stream capture
-        they become part of the graph.
+        and nothing else happens, no allocation and no synchronization. One call of the driver
+        enqueues them all, as a CUDA graph; on a stream of a green context and during a stream
+        capture they are launched one by one.
         """
         self._enqueue()
         return self.output

@@ -21,9 +21,11 @@ __all__ = [
     "max_shared_memory",
     "sm_count",
     "stream_is_capturing",
+    "stream_is_primary",
 ]
 
 _LONGEST_NAME = 256  # bytes
+_SPECIAL_STREAMS = (0, 1, 2)  # default, legacy, per thread: of the current context
 
 
 def check(result: tuple[Any, ...], what: str) -> DriverValue:
@@ -48,18 +50,18 @@ def describe_error(status: DriverValue) -> str:
 
 
 @cache
-def _primary_context(device: int) -> tuple[Any, int, Callable[[], tuple[Any, Any]]]:
-    """Primary context of a device, retained for good; its address; how to ask for the current."""
+def _primary_context(device: int) -> tuple[DriverValue, Callable[[], object], object]:
+    """Primary context, retained for good; how to ask which is current; the answer if it is this."""
     require_gpu()
     driver = import_driver()
     context = check(driver.cuDevicePrimaryCtxRetain(device), f"using cuda:{device}")
-    return context, int(context), driver.cuCtxGetCurrent
+    return context, driver.cuCtxGetCurrent, (driver.CUresult.CUDA_SUCCESS, context)
 
 
 def context_is_current(device: int) -> bool:
     """Whether a device's primary context is current, so that a `device_guard` would do nothing."""
-    _, address, get_current = _primary_context(device)
-    return int(get_current()[1]) == address
+    _, get_current, this = _primary_context(device)
+    return get_current() == this
 
 
 class device_guard:  # noqa: N801 (reads as a statement)
@@ -128,6 +130,20 @@ def max_shared_memory(device: int) -> int:
     return _attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
 
 
+def stream_is_primary(stream: int, device: int) -> bool:
+    """Whether a stream belongs to a device's primary context, which is current, and to no other."""
+    if stream in _SPECIAL_STREAMS:
+        return True
+    driver = import_driver()
+    context = check(driver.cuStreamGetCtx(stream), f"inspecting stream {stream:#x}")
+    return int(context) == int(_primary_context(device)[0])
+
+
 def stream_is_capturing(stream: int) -> bool:
     """Whether a stream of the current device is being captured into a CUDA graph."""
-    return bool(import_cupy().cuda.runtime.streamIsCapturing(stream))
+    return bool(_capture_query()(stream))
+
+
+@cache
+def _capture_query() -> Callable[[int], object]:
+    return import_cupy().cuda.runtime.streamIsCapturing  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ through it).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -43,14 +43,24 @@ class Framework(ABC):
     name : str
     has_graph_pool : bool
         Whether memory allocated during a stream capture belongs to the graph.
+    has_signature : bool
+        Whether `signature` can be read.
     """
 
     name: str
     has_graph_pool = False
+    has_signature = False
 
     @abstractmethod
     def describe(self, x: Array, what: str) -> ArrayRef:
         """Make a reference to `x` without a copy; `what` names the argument in errors."""
+
+    def signature(self, x: Array) -> tuple[int, Hashable]:
+        """Address of an array, and all else that `describe` tells of it, raw, with the alignment.
+
+        Equal signatures come from equal descriptions; alignments count up to 256 bytes.
+        """
+        raise NotImplementedError(f"{self.name} arrays have no signature")
 
     @abstractmethod
     def strides(self, ref: ArrayRef) -> tuple[int, ...]:
@@ -131,6 +141,7 @@ class CupyFramework(Framework):
     """CUDA arrays of CuPy."""
 
     name = "cupy"
+    has_signature = True
 
     def __init__(self) -> None:
         self._cupy = import_cupy()
@@ -141,6 +152,12 @@ class CupyFramework(Framework):
         dtype = dtype_name(x.dtype, what)
         return ArrayRef(x, data.ptr, x.shape, dtype, data.device_id, _has_no_gaps(x, what), self)
 
+    def signature(self, x: Array) -> tuple[int, Hashable]:
+        """See `Framework.signature`."""
+        data = x.data
+        address = data.ptr
+        return address, (address & 255, data.device_id, x.shape, x.strides, x.dtype)
+
     def strides(self, ref: ArrayRef) -> tuple[int, ...]:
         """See `Framework.strides`."""
         return _element_strides(ref.owner)
@@ -148,7 +165,8 @@ class CupyFramework(Framework):
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> ArrayRef:
         """See `Framework.empty`."""
         with device_guard(device):
-            return self.describe(self._cupy.empty(shape, DTYPES[dtype]), "empty")
+            array = self._cupy.empty(shape, DTYPES[dtype])
+        return ArrayRef(array, array.data.ptr, shape, dtype, device, True, self)
 
     def current_stream(self, device: int) -> int:
         """See `Framework.current_stream`."""
@@ -172,6 +190,7 @@ class TorchFramework(Framework):
 
     name = "torch"
     has_graph_pool = True
+    has_signature = True
 
     def __init__(self, torch: Library) -> None:
         self._torch = torch
@@ -194,6 +213,11 @@ class TorchFramework(Framework):
         if device == HOST and not x.is_cpu:
             raise self._refusal(x, what)
         return ArrayRef(x, ptr, x.shape, dtype, device, x.is_contiguous(), self)
+
+    def signature(self, x: Array) -> tuple[int, Hashable]:
+        """See `Framework.signature`."""
+        address = x.data_ptr()
+        return address, (address & 255, x.device, x.shape, x.is_contiguous(), x.dtype)
 
     def _refusal(self, x: Array, what: str) -> TypeError:
         if x.layout is not self._torch.strided:

@@ -213,7 +213,7 @@ def _forget_loaded_kernels() -> None:
     """Clear whatever the package remembers between calls, so that kernels are looked up again."""
     for module in _package_modules():
         for value in vars(module).values():
-            if hasattr(value, "cache_clear"):
+            if hasattr(value, "cache_clear") and not isinstance(value, type):
                 value.cache_clear()
 
 

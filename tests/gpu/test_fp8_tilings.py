@@ -9,11 +9,14 @@ import pytest
 
 from cupy_moe import pipeline
 from cupy_moe import plan as plan_module
-from cupy_moe.plan import DeviceTraits, MoePlan, MoeProblem, Tiling, tile_candidates
+from cupy_moe.fused_moe import repeated
+from cupy_moe.plan import MoePlan
+from cupy_moe.problem import DeviceTraits, MoeProblem
 from cupy_moe.runtime.devices import compute_capability
 from cupy_moe.runtime.jit import arch_for
 from cupy_moe.testing.compare import assert_bit_equal, assert_within, compare, to_host
 from cupy_moe.testing.inputs import make_fp8_layer, make_hidden_states, make_topk, move_arguments
+from cupy_moe.tiling import Tiling, tile_candidates
 from tests.gpu.support import BF16, full, routed_moe, tolerance_of, torch_oracle
 from tests.gpu_evidence import Evidence
 
@@ -61,6 +64,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MoeProblem, DeviceTra
     original = plan_module.plan_moe
     monkeypatch.setattr(pipeline, "plan_moe", plan)
     pipeline.plan_for.cache_clear()
+    repeated.accepted.cache_clear()
     return problems
 
 

@@ -1,0 +1,140 @@
+"""Which output tiles a problem gets, from figures measured on an H200; a matter of speed only.
+
+`cupy_moe.bench.sweep` measures every candidate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cupy_moe.kernels.grouped_gemm import (
+    TILE_K,
+    TILE_SHAPES,
+    GemmConfig,
+    MainloopKind,
+    gather_choices,
+    mainloop_for,
+    sort_choices,
+)
+from cupy_moe.problem import DeviceTraits, MoeProblem
+
+__all__ = ["Tiling", "choose_tiling", "prefetch_steps", "takes_tiles", "tile_candidates"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Output tiles of the two GEMMs; both share the token tile, as rows are padded once."""
+
+    tile_n: int
+    fc1_tile_m: int
+    fc2_tile_m: int
+    gather: bool = True  # FC1 gathers token rows itself, else a permuted copy is made first
+    sort: bool = False  # the GEMMs sort the slots themselves, else a kernel does it first
+
+    def __str__(self) -> str:
+        """Short form for tables: ``128|256 x 64``."""
+        notes = ("" if self.gather else " copied") + (" sorting" if self.sort else "")
+        return f"{self.fc1_tile_m}|{self.fc2_tile_m} x {self.tile_n}{notes}"
+
+
+def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
+    """All tilings that divide the problem's weights; any of them gives the same bits."""
+    kind = mainloop_for(device.arch)
+    shapes = TILE_SHAPES[kind]
+    return [
+        Tiling(tile_n, fc1_tile_m, fc2_tile_m, gather, sort)
+        for fc1_tile_m, tile_n in shapes
+        for fc2_tile_m, other_tile_n in shapes
+        for gather in gather_choices(kind, fc1_tile_m, tile_n)
+        for sort in sort_choices(tile_n, problem.num_slots)
+        if tile_n == other_tile_n
+        and problem.fc1_rows % fc1_tile_m == 0
+        and problem.hidden_size % fc2_tile_m == 0
+    ]
+
+
+# Largest average number of rows an expert for which a token tile is best: large enough that nearly
+# every expert hit needs one tile, so that its weights are read once. Measured on an H200.
+_WGMMA_SHARES = {8: 2.0, 16: 7.0, 32: 20.0, 64: 40.0}
+_COMPUTE_BOUND_SHARE = 128.0  # from here on larger weight tiles win over finer waves
+_TOLERATED_IDLE = 0.05  # of the multiprocessors, averaged over the waves
+_UNEVEN_TILE_N = 64  # from here on the time of a tile follows its rows in use
+_FEW_WAVES = 4.0  # up to here a fixed stride wins over taking tiles from a counter
+_ALL_EXPERTS_SHARE = 4.0  # from here on nearly every expert is hit
+_PREFETCH_BYTES = 48 << 20  # into L2, while the slots are sorted; an H200 has 60 MB
+
+
+def _share(problem: MoeProblem) -> float:
+    """Average number of rows an expert."""
+    return problem.num_slots / problem.num_experts
+
+
+def _choose_tile_n(problem: MoeProblem, kind: MainloopKind) -> int:
+    share = _share(problem)
+    if kind is MainloopKind.Wgmma:
+        return next((tile for tile, most in _WGMMA_SHARES.items() if share <= most), 128)
+    tiles = sorted({tile_n for _, tile_n in TILE_SHAPES[kind]})
+    return next((tile for tile in tiles if tile >= share), tiles[-1])
+
+
+def _expected_waves(
+    problem: MoeProblem, rows: int, tile_m: int, tile_n: int, num_sms: int
+) -> float:
+    """Output tiles a multiprocessor under uniform random routing."""
+    hit = 1 - (1 - 1 / problem.num_experts) ** problem.num_slots
+    token_tiles = problem.local_num_experts * max(hit, _share(problem) / tile_n)
+    return rows // tile_m * token_tiles / num_sms
+
+
+def _choose_tile_m(problem: MoeProblem, rows: int, tile_n: int, num_sms: int) -> int:
+    """Largest tile whose last wave leaves few multiprocessors idle, else the least idle one."""
+    largest = 256 if _share(problem) >= _COMPUTE_BOUND_SHARE else 128
+    shapes = TILE_SHAPES[MainloopKind.Wgmma]
+    sizes = [m for m, n in shapes if n == tile_n and m <= largest and rows % m == 0]
+
+    def busy(tile_m: int) -> float:
+        waves = _expected_waves(problem, rows, tile_m, tile_n, num_sms)
+        return waves / math.ceil(waves)
+
+    best = max(busy(m) for m in sizes)
+    return max(m for m in sizes if busy(m) >= best - _TOLERATED_IDLE)
+
+
+def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
+    """Tiling for the sizes and the device; a matter of speed only."""
+    kind = mainloop_for(device.arch)
+    tile_n = _choose_tile_n(problem, kind)
+    sort = max(sort_choices(tile_n, problem.num_slots))
+    if kind is MainloopKind.Mma:
+        return Tiling(tile_n, 128, 128, sort=sort)
+    return Tiling(
+        tile_n,
+        _choose_tile_m(problem, problem.fc1_rows, tile_n, device.num_sms),
+        _choose_tile_m(problem, problem.hidden_size, tile_n, device.num_sms),
+        gather=tile_n < 128,
+        sort=sort,
+    )
+
+
+def takes_tiles(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> bool:
+    """Whether blocks take tiles from a counter: a trip to L2 each, which uneven or many repay.
+
+    Without the permutation kernel nobody sets the counters to zero.
+    """
+    if fc1.sort_slots:
+        return False
+    waves = _expected_waves(problem, problem.fc1_rows, fc1.tile_m, fc1.tile_n, num_sms)
+    return fc1.tile_n >= _UNEVEN_TILE_N or waves > _FEW_WAVES
+
+
+def prefetch_steps(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> int:
+    """Count the steps of K of first weight tiles that arrive while the slots are sorted.
+
+    The tiles are guessed: every expert is hit by so many slots, and has one token tile.
+    """
+    share = _share(problem)
+    if fc1.sort_slots or not fc1.gather_tokens or share < _ALL_EXPERTS_SHARE:
+        return 0
+    step_bytes = num_sms * fc1.tile_m * TILE_K
+    return min(problem.hidden_size // TILE_K, _PREFETCH_BYTES // step_bytes)
