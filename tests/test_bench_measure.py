@@ -180,6 +180,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, replacement in replacements.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr(module, "interleaved_us", interleaved)
+    monkeypatch.setattr(module, "sustained_us", lambda work, rounds: 192.0)
     monkeypatch.setattr(module, "CupyMoe", Ours)
 
 
@@ -198,6 +199,7 @@ def test_peers_that_answer_are_timed() -> None:
     assert row.failures == {}
     assert row.timings.keys() == {"cupy_moe", "Good", "Parts"}
     assert row.us == 10.0  # a graph of 16 calls took 160 us
+    assert row.sustained_us == 12.0
     assert row.errors == {"Good": pytest.approx(0.01, rel=1e-3)}
     assert row.floor_us == pytest.approx(151_007_232 / 4e12 * 1e6)
 

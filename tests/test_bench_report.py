@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from cupy_moe import pipeline
-from cupy_moe.bench import contenders, sweep
+from cupy_moe.bench import contenders, sweep, timing
 from cupy_moe.bench.peers import PEERS, present_peers
 from cupy_moe.bench.report import by_workload, cells, headers, notes, peer_names, plot, write_json
 from cupy_moe.bench.rows import Timing
@@ -50,7 +50,9 @@ def test_graph_times_are_shared_among_its_calls() -> None:
     assert Timing.of([44.0, 40.0, 80.0], num_calls=4) == Timing(11.0, 10.0, 20.0)
 
 
-def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rest_s", [0.0, 0.5])
+def test_contenders_take_turns(rest_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rest is not part of the time, and begins when the GPU has nothing to do."""
     clock, order = [0.0], []
 
     class Event:
@@ -70,11 +72,18 @@ def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    cuda = SimpleNamespace(Event=Event, synchronize=lambda: None)
+    def sleep(seconds: float) -> None:
+        order.append("rest")
+        clock[0] += 1e3 * seconds
+
+    cuda = SimpleNamespace(Event=Event, synchronize=lambda: order.append("synchronize"))
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    times = interleaved_us({"a": work("a", 2.0), "b": work("b", 3.0)}, rounds=4, warmups=1)
+    monkeypatch.setattr(timing.time, "sleep", sleep)
+    works = {"a": work("a", 2.0), "b": work("b", 3.0)}
+    times = interleaved_us(works, rounds=4, warmups=1, rest_s=rest_s)
     assert times == {"a": pytest.approx([2000.0] * 4), "b": pytest.approx([3000.0] * 4)}
-    assert order == ["a", "b"] * 5
+    before = ["synchronize", "rest"] if rest_s else []
+    assert order == [*before, "a", *before, "b"] * 5 + ["synchronize"]
 
 
 # --- tables, notes, files -------------------------------------------------------------------------
@@ -88,7 +97,7 @@ def test_table_cells() -> None:
     ]
     peers = peer_names(rows)
     assert headers(rows)[-2:] == ["Fast, us", "/ ours"]
-    own = ["4.0", "25.0", "3.20", "40", "20.0", "80%"]
+    own = ["4.0", "25.0", "30.0", "3.20", "40", "20.0", "80%"]
     assert cells(rows[0], peers) == ["16", *own, "30.0", "1.20"]
     assert cells(rows[1], peers) == ["64", *own, "failed: no kernel", ""]
     assert cells(rows[2], peers) == ["256", *own, "-", ""]
@@ -126,7 +135,11 @@ def test_json_holds_every_figure(tmp_path: Path) -> None:
     rows = [fake_row(peers={"Fast": 30.0}), fake_row(failures={"Fast": "no kernel"})]
     write_json(tmp_path / "rows.json", fake_report(*rows).as_dict())
     read = json.loads((tmp_path / "rows.json").read_text())
-    assert read["ceilings"] == {"read_tb_per_s": 4.0, "fp8_tflops": 1000.0}
+    assert read["ceilings"] == {
+        "read_tb_per_s": 4.0,
+        "fp8_tflops": 1000.0,
+        "sustained_fp8_tflops": 800.0,
+    }
     assert read["missing"] == {"Absent": "absent is not installed: pip install absent"}
     first, second = read["rows"]
     assert (first["us"], first["us_min"], first["us_max"]) == (25.0, 24.0, 26.0)

@@ -16,6 +16,7 @@ from cupy_moe.bench.timing import (
     free_memory,
     gpu_works,
     interleaved_us,
+    sustained_us,
     synchronize,
 )
 from cupy_moe.bench.workloads import Workload
@@ -125,7 +126,7 @@ def measure(
     batch : Batch
     ceilings : Ceilings
     replays : int
-        Of every contender's graph, taking turns; three more come before.
+        Of every contender's graph, taking turns, each after a rest; and of ours back to back.
     peers : sequence of Contender
         Loaded with the layer. One that raises, or whose output before or after the timed replays
         is too far from ours, has no time.
@@ -144,6 +145,7 @@ def measure(
     graphs = {OURS: ours, **graphs}
     try:
         times = interleaved_us({name: graph.replay for name, graph in graphs.items()}, replays)
+        sustained = sustained_us(ours.replay, replays)
     except RuntimeError as error:
         raise RuntimeError(f"{row}: timing {', '.join(graphs)}: {_sentence(error)}") from error
     checked = {name: graph for name, graph in graphs.items() if name in (OURS, *errors)}
@@ -159,6 +161,7 @@ def measure(
         work=batch.work,
         floor_us=ceilings.floor_us(batch.work.num_bytes, batch.work.flops),
         timings={n: Timing.of(us, num_calls) for n, us in times.items() if n not in changed},
+        sustained_us=sustained / num_calls,
         errors=errors,
         failures={**(failures or {}), **failed, **changed},
     )

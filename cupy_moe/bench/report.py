@@ -30,7 +30,7 @@ def peer_names(rows: Sequence[Row]) -> list[str]:
 
 def headers(rows: Sequence[Row]) -> list[str]:
     """Column titles: ours, then each peer's time and how many times ours it is."""
-    own = ["tokens", "experts hit", "us", "TB/s", "TFLOP/s", "floor us", "of floor"]
+    own = ["tokens", "experts hit", "us", "sustained", "TB/s", "TFLOP/s", "floor us", "of floor"]
     return own + [title for name in peer_names(rows) for title in (f"{name}, us", "/ ours")]
 
 
@@ -40,6 +40,7 @@ def cells(row: Row, peers: Sequence[str]) -> list[str]:
         str(row.num_tokens),
         f"{row.work.experts_hit:.1f}",
         f"{row.us:.1f}",
+        f"{row.sustained_us:.1f}",
         f"{row.tb_per_s:.2f}",
         f"{row.tflops:.0f}",
         f"{row.floor_us:.1f}",

@@ -78,7 +78,8 @@ def show(report: Report, console: Console) -> None:
     console.print(environment, markup=False)
     console.print(
         f"read {report.ceilings.read_bytes_per_s / 1e12:.3f} TB/s, "
-        f"dense FP8 {report.ceilings.fp8_flops_per_s / 1e12:.0f} TFLOP/s"
+        f"dense FP8 {report.ceilings.fp8_flops_per_s / 1e12:.0f} TFLOP/s after a rest, "
+        f"{report.ceilings.sustained_fp8_flops_per_s / 1e12:.0f} sustained"
     )
     for title, rows in by_workload(report.rows):
         console.print(table(title, rows))
