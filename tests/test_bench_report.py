@@ -218,7 +218,7 @@ def test_sweep_repeats_close_tilings_against_the_choice(monkeypatch: pytest.Monk
     def capture(calls: list[Any]) -> SimpleNamespace:
         return SimpleNamespace(replay=pipeline._tiling_override.get())
 
-    def interleaved(works: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    def interleaved(works: dict[str, Any], rounds: int, rest_s: float) -> dict[str, list[float]]:
         return {name: [4 * us[tiling]] * rounds for name, tiling in works.items()}
 
     class Ours:
@@ -268,3 +268,11 @@ def test_files_are_checked_before_the_work(tmp_path: Path) -> None:
     args = parse("fp8", "--json", str(tmp_path / "no" / "rows.json"))
     with pytest.raises(ValueError, match=r"rows.json does not exist"):
         args.run(args, Console())
+
+
+def test_sweep_leaves_out_tiny_tiles_of_many_rows() -> None:
+    device = DeviceTraits("sm_90a", 132)
+    many = problem_of(WORKLOADS["W-A"], 8192)  # 512 rows an expert
+    assert {tiling.tile_n for tiling in sweep.sensible_candidates(many, device)} == {128}
+    few = problem_of(WORKLOADS["W-A"], 64)
+    assert sweep.sensible_candidates(few, device) == tile_candidates(few, device)
