@@ -60,7 +60,9 @@ _WGMMA_SHARES = {8: 2.0, 16: 7.0, 32: 20.0, 64: 40.0}
 _COMPUTE_BOUND_SHARE = 128.0  # from here on larger weight tiles win over finer waves
 _TOLERATED_IDLE = 0.05  # of the multiprocessors, averaged over the waves
 _UNEVEN_TILE_N = 64  # from here on the time of a tile follows its rows in use
-_FEW_WAVES = 4.0  # up to here a fixed stride wins over taking tiles from a counter
+# Up to here a fixed stride wins over taking tiles from a counter, which the permutation kernel sets
+# to zero, and with few slots sorting them in the GEMMs wins over that kernel.
+_FEW_WAVES = 4.0
 _ALL_EXPERTS_SHARE = 4.0  # from here on nearly every expert is hit
 _PREFETCH_BYTES = 48 << 20  # into L2, while the slots are sorted; an H200 has 60 MB
 
@@ -105,15 +107,17 @@ def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
     """Tiling for the sizes and the device; a matter of speed only."""
     kind = mainloop_for(device.arch)
     tile_n = _choose_tile_n(problem, kind)
-    sort = max(sort_choices(tile_n, problem.num_slots))
-    if kind is MainloopKind.Mma:
-        return Tiling(tile_n, 128, 128, sort=sort)
+    fc1_tile_m = fc2_tile_m = 128
+    if kind is MainloopKind.Wgmma:
+        fc1_tile_m = _choose_tile_m(problem, problem.fc1_rows, tile_n, device.num_sms)
+        fc2_tile_m = _choose_tile_m(problem, problem.hidden_size, tile_n, device.num_sms)
+    waves = _expected_waves(problem, problem.fc1_rows, fc1_tile_m, tile_n, device.num_sms)
     return Tiling(
         tile_n,
-        _choose_tile_m(problem, problem.fc1_rows, tile_n, device.num_sms),
-        _choose_tile_m(problem, problem.hidden_size, tile_n, device.num_sms),
-        gather=tile_n < 128,
-        sort=sort,
+        fc1_tile_m,
+        fc2_tile_m,
+        gather=kind is MainloopKind.Mma or tile_n < 128,
+        sort=waves <= _FEW_WAVES and True in sort_choices(tile_n, problem.num_slots),
     )
 
 

@@ -52,7 +52,7 @@ def test_graph_times_are_shared_among_its_calls() -> None:
 
 @pytest.mark.parametrize("rest_s", [0.0, 0.5])
 def test_contenders_take_turns(rest_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rest is not part of the time, and begins when the GPU has nothing to do."""
+    """A rest and the run after it are not timed; it begins when the GPU has nothing to do."""
     clock, order = [0.0], []
 
     class Event:
@@ -82,8 +82,8 @@ def test_contenders_take_turns(rest_s: float, monkeypatch: pytest.MonkeyPatch) -
     works = {"a": work("a", 2.0), "b": work("b", 3.0)}
     times = interleaved_us(works, rounds=4, warmups=1, rest_s=rest_s)
     assert times == {"a": pytest.approx([2000.0] * 4), "b": pytest.approx([3000.0] * 4)}
-    before = ["synchronize", "rest"] if rest_s else []
-    assert order == [*before, "a", *before, "b"] * 5 + ["synchronize"]
+    turns = [["synchronize", "rest", name, name] if rest_s else [name] for name in works]
+    assert order == [step for turn in turns for step in turn] * 5 + ["synchronize"]
 
 
 # --- tables, notes, files -------------------------------------------------------------------------
