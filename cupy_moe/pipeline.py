@@ -280,6 +280,7 @@ def bind_stages(
         local_num_experts=experts,
         local_expert_offset=problem.local_expert_offset,
         top_k=problem.top_k,
+        stream_weights=plan.stream_weights,
         stream=stream,
         pdl=pdl,
     )

@@ -23,7 +23,13 @@ from cupy_moe.kernels.grouped_gemm import (
 from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs, permute_config
 from cupy_moe.kernels.route import RouteConfig, all_route_configs, route_config
 from cupy_moe.problem import DeviceTraits, MoeProblem, RoutingSource
-from cupy_moe.tiling import Tiling, choose_tiling, prefetch_steps, takes_tiles
+from cupy_moe.tiling import (
+    Tiling,
+    choose_tiling,
+    prefetch_steps,
+    streams_weights,
+    takes_tiles,
+)
 
 if TYPE_CHECKING:
     from cupy_moe.runtime.jit import KernelSpec
@@ -70,6 +76,7 @@ class MoePlan:
     fc1_grid: int
     fc2_grid: int
     take_tiles: bool  # blocks take tiles from a counter instead of walking in a fixed stride
+    stream_weights: bool  # they leave L2 first
     prefetch_steps: int  # of K, of a block's most probable first tile, before the order is known
     finalize: FinalizeConfig | None
     scratch: ScratchLayout
@@ -151,6 +158,7 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         fc2=fc2,
         fc1_grid=_persistent_grid(fc1, problem.fc1_rows, token_tiles, device.num_sms),
         take_tiles=takes_tiles(problem, fc1, device.num_sms),
+        stream_weights=streams_weights(problem, tile_n),
         prefetch_steps=prefetch_steps(problem, fc1, device.num_sms),
         fc2_grid=_persistent_grid(fc2, problem.hidden_size, token_tiles, device.num_sms),
         finalize=FinalizeConfig() if problem.do_finalize else None,

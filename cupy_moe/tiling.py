@@ -19,7 +19,14 @@ from cupy_moe.kernels.grouped_gemm import (
 )
 from cupy_moe.problem import DeviceTraits, MoeProblem
 
-__all__ = ["Tiling", "choose_tiling", "prefetch_steps", "takes_tiles", "tile_candidates"]
+__all__ = [
+    "Tiling",
+    "choose_tiling",
+    "prefetch_steps",
+    "streams_weights",
+    "takes_tiles",
+    "tile_candidates",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,7 @@ _UNEVEN_TILE_N = 64  # from here on the time of a tile follows its rows in use
 # Up to here a fixed stride wins over taking tiles from a counter, which the permutation kernel sets
 # to zero, and with few slots sorting them in the GEMMs wins over that kernel.
 _FEW_WAVES = 4.0
+_READ_ONCE = 0.75  # rows an expert by rows of a tile, up to here nearly all experts have one tile
 _ALL_EXPERTS_SHARE = 4.0  # from here on nearly every expert is hit
 _PREFETCH_BYTES = 48 << 20  # into L2, while the slots are sorted; an H200 has 60 MB
 
@@ -130,6 +138,11 @@ def takes_tiles(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> bool:
         return False
     waves = _expected_waves(problem, problem.fc1_rows, fc1.tile_m, fc1.tile_n, num_sms)
     return fc1.tile_n >= _UNEVEN_TILE_N or waves > _FEW_WAVES
+
+
+def streams_weights(problem: MoeProblem, tile_n: int) -> bool:
+    """Whether most weights are read once, so that L2 is better used for rows."""
+    return _share(problem) <= _READ_ONCE * tile_n
 
 
 def prefetch_steps(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> int:

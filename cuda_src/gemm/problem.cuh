@@ -34,7 +34,9 @@ struct Params {
   i32 k;
   i32 top_k;
   i32 token_scales_are_f32;
-  i32 prefetch_steps;  // of K, of the first tile's weights, into L2; Hopper loop only
+  // Of the Hopper loop only.
+  i32 stream_weights;  // they leave L2 first
+  i32 prefetch_steps;  // of K, of the first tile's weights, into L2
 };
 
 template <typename Config>

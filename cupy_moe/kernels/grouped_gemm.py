@@ -53,6 +53,7 @@ PARAMS = ParamLayout(
     ("k", "i32"),
     ("top_k", "i32"),
     ("token_scales_are_f32", "i32"),
+    ("stream_weights", "i32"),
     ("prefetch_steps", "i32"),
 )
 
@@ -129,7 +130,6 @@ class GemmConfig:
     min_blocks: int
     gather_tokens: bool  # by permuted_to_expanded; else rows are in place
     sort_slots: bool  # itself; else a kernel before has made the maps
-    stream_weights: bool  # weights leave the L2 cache first
     staging_bytes: int  # of one group of threads that shares output rows
     smem_bytes: int
 
@@ -179,7 +179,6 @@ class GemmConfig:
             min_blocks=2 if not is_wgmma and tile_n <= 32 else 1,
             gather_tokens=gather_tokens,
             sort_slots=sort_slots,
-            stream_weights=tile_n < 128,
             staging_bytes=staging_bytes,
             smem_bytes=smem_bytes,
         )
@@ -294,6 +293,7 @@ def bind_grouped_gemm(
     k: int,
     top_k: int,
     token_scales_are_f32: bool,
+    stream_weights: bool,
     prefetch_steps: int,
     stream: int,
     pdl: bool,
@@ -324,6 +324,7 @@ def bind_grouped_gemm(
         k,
         top_k,
         token_scales_are_f32,
+        stream_weights,
         prefetch_steps,
     )
     return bind(
