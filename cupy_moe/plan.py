@@ -29,6 +29,7 @@ from cupy_moe.tiling import (
     prefetch_steps,
     streams_weights,
     takes_tiles,
+    tile_candidates,
 )
 
 if TYPE_CHECKING:
@@ -115,8 +116,16 @@ def _scratch_buffers(
 
 @lru_cache(maxsize=4096)
 def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = None) -> MoePlan:
-    """Plan one layer of at least one token, with the given tiling or the best one known."""
+    """Plan one layer of at least one token, with the given tiling or the best one known.
+
+    Raises
+    ------
+    ValueError
+        If the tiling is none of `cupy_moe.tiling.tile_candidates`.
+    """
     tiling = tiling or choose_tiling(problem, device)
+    if tiling not in tile_candidates(problem, device):
+        raise ValueError(f"tiling {tiling} does not fit {problem} on {device.arch}.")
     kind, tile_n = mainloop_for(device.arch), tiling.tile_n
     token_tiles = max_token_tiles(problem.num_slots, problem.local_num_experts, tile_n)
     capacity = token_tiles * tile_n

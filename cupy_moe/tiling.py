@@ -72,7 +72,7 @@ _UNEVEN_TILE_N = 64  # from here on the time of a tile follows its rows in use
 _FEW_WAVES = 4.0
 _READ_ONCE = 0.75  # rows an expert by rows of a tile, up to here nearly all experts have one tile
 _ALL_EXPERTS_SHARE = 4.0  # from here on nearly every expert is hit
-_PREFETCH_BYTES = 48 << 20  # into L2, while the slots are sorted; an H200 has 60 MB
+_PREFETCH_BYTES = 48 << 20  # into L2, while the slots are sorted; H100 and H200 have 50 MB and 60
 
 
 def _share(problem: MoeProblem) -> float:
