@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from cupy_moe.bench.report import by_workload, cells, headers, notes, peer_names
 from cupy_moe.bench.rows import Timing
 from cupy_moe.bench.sweep import SweepRow, fastest_first, problem_of
 from cupy_moe.bench.timing import interleaved_us
-from cupy_moe.bench.workloads import WORKLOADS
+from cupy_moe.bench.workloads import TOKENS, WORKLOADS
 from cupy_moe.cli import bench
 from cupy_moe.problem import DeviceTraits
 from cupy_moe.tiling import tile_candidates
@@ -276,3 +277,36 @@ def test_sweep_leaves_out_tiny_tiles_of_many_rows() -> None:
     assert {tiling.tile_n for tiling in sweep.sensible_candidates(many, device)} == {128}
     few = problem_of(WORKLOADS["W-A"], 64)
     assert sweep.sensible_candidates(few, device) == tile_candidates(few, device)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("key", WORKLOADS)
+def test_sweep_keeps_the_largest_token_tile(key: str, arch: str) -> None:
+    device = DeviceTraits(arch, 132)
+    for num_tokens in (*TOKENS, 1 << 20):
+        problem = problem_of(WORKLOADS[key], num_tokens)
+        every = tile_candidates(problem, device)
+        largest = max(tiling.tile_n for tiling in every)
+        kept = sweep.sensible_candidates(problem, device)
+        assert [t for t in every if t.tile_n == largest] == [t for t in kept if t.tile_n == largest]
+
+
+def test_batches_swept_before_an_error_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = WORKLOADS["W-A"]
+    tiling = tile_candidates(problem_of(workload, 64), DeviceTraits("sm_90a", 132))[0]
+
+    def fail_after_one(*_: Any) -> Iterator[list[SweepRow]]:
+        yield [SweepRow(workload, 64, tiling, 47.0, 48.0)]
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(bench, "require_fp8_gpu", lambda: None)
+    monkeypatch.setattr(bench, "sweep", fail_after_one)
+    args = parse("sweep", "--json", str(tmp_path / "rows.json"))
+    console = Console(width=200)
+    with console.capture() as captured, pytest.raises(RuntimeError, match="the GPU is gone"):
+        args.run(args, console)
+    assert str(tiling) in captured.get()
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert row["us"] == 47.0

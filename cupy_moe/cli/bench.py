@@ -147,21 +147,30 @@ def sweep_table(groups: Iterable[Sequence[SweepRow]]) -> Table:
 
 
 def run_sweep(args: argparse.Namespace, console: Console) -> int:
-    """Run ``bench sweep``."""
+    """Run ``bench sweep``; batches that were measured before an error are reported."""
     _check_files(args)
     require_fp8_gpu()
     workloads = _workloads(args)
-    groups = []
-    with _progress(console) as progress:
-        task = progress.add_task("batches", total=len(workloads) * len(args.tokens))
-        for rows in sweep(workloads, args.tokens, args.replays):
-            groups.append(rows)
-            progress.advance(task)
+    groups: list[list[SweepRow]] = []
+    try:
+        with _progress(console) as progress:
+            task = progress.add_task("batches", total=len(workloads) * len(args.tokens))
+            for rows in sweep(workloads, args.tokens, args.replays):
+                groups.append(rows)
+                progress.advance(task)
+    finally:
+        if groups:
+            _deliver_sweep(groups, args, console)
+    return 0
+
+
+def _deliver_sweep(
+    groups: Sequence[Sequence[SweepRow]], args: argparse.Namespace, console: Console
+) -> None:
     console.print(sweep_table(groups))
     if args.json:
         write_json(args.json, {"rows": [row.as_dict() for rows in groups for row in rows]})
         console.print(f"figures written to {args.json}", markup=False)
-    return 0
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -207,6 +216,6 @@ def add_parser(subparsers: Any) -> None:
     )
     fp8.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (matplotlib)")
     fp8.set_defaults(run=run_fp8)
-    tilings = kinds.add_parser("sweep", help="FP8 layers with every tiling that fits them")
+    tilings = kinds.add_parser("sweep", help="FP8 layers with every tiling of sensible token tiles")
     _add_common(tilings)
     tilings.set_defaults(run=run_sweep)
