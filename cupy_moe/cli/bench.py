@@ -76,10 +76,12 @@ def show(report: Report, console: Console) -> None:
     """Print ceilings, tables and notes."""
     environment = ", ".join(f"{name} {value}" for name, value in report.environment.items())
     console.print(environment, markup=False)
+    ceilings = report.ceilings
     console.print(
-        f"read {report.ceilings.read_bytes_per_s / 1e12:.3f} TB/s, "
-        f"dense FP8 {report.ceilings.fp8_flops_per_s / 1e12:.0f} TFLOP/s after a rest, "
-        f"{report.ceilings.sustained_fp8_flops_per_s / 1e12:.0f} sustained"
+        f"read {ceilings.read_bytes_per_s / 1e12:.3f} TB/s, "
+        f"dense FP8 {ceilings.fp8_flops_per_s / 1e12:.0f} TFLOP/s after a rest, "
+        f"{ceilings.sustained_fp8_flops_per_s / 1e12:.0f} sustained (torch._scaled_mm "
+        f"{'with' if ceilings.fp8_fast_accumulation else 'without'} fast accumulation, the faster)"
     )
     for title, rows in by_workload(report.rows):
         console.print(table(title, rows))
