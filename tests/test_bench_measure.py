@@ -182,6 +182,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "interleaved_us", interleaved)
     monkeypatch.setattr(module, "sustained_us", lambda work, rounds: 192.0)
     monkeypatch.setattr(module, "CupyMoe", Ours)
+    monkeypatch.setattr(module, "layer_output", lambda *_: torch.ones(1, 8))
 
 
 def measured(*peers: type[Contender]) -> Any:
@@ -256,6 +257,7 @@ def test_an_error_of_the_gpu_ends_the_run_and_names_row_and_peer() -> None:
     [
         (NotANumber, "the output is not finite"),
         (Raising, "RuntimeError: no kernel for this size"),
+        (Wrong, "relative L2 distance from the layer in torch: 0.2$"),
         (Drifting, "relative L2 distance from our output after the timed replays"),
     ],
 )
