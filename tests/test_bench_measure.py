@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import weakref
 from collections.abc import Callable, Iterator
@@ -267,6 +268,23 @@ def test_our_own_failures_name_the_row(
     monkeypatch.setattr(module, "CupyMoe", ours)
     with pytest.raises(RuntimeError, match=f"bench: W-A, 1 tokens: cupy_moe: {reason}"):
         measured(Good)
+
+
+def test_environment_names_what_compiles_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(module, "driver_cuda_version", lambda: "13.1")
+    monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(module, "import_cupy", lambda: SimpleNamespace(__version__="14.0.1"))
+    environment = module.describe_environment([Good])
+    assert environment == {
+        "gpu": "a GPU",
+        "driver_cuda": "13.1",
+        "nvrtc": "13.0",
+        "cupy": "14.0.1",
+        "torch_cuda": str(torch.version.cuda),
+        "torch": importlib.metadata.version("torch"),
+        "fake": "absent",
+    }
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -171,6 +171,7 @@ def test_printed_report_names_everyone() -> None:
         "W-B: DeepSeek-V3",
         "1.20",
         "Fast: whole layer, tuned.",
+        "inside a graph are joined by programmatic dependent launch",
         "Absent did not take part: absent is not installed: pip install absent.",
         "Fast failed on W-B, 16 tokens: no kernel.",
     ):

@@ -22,6 +22,9 @@ from cupy_moe.bench.timing import (
 from cupy_moe.bench.torch_layer import layer_output, tokens_to_check
 from cupy_moe.bench.workloads import Workload
 from cupy_moe.runtime import require_gpu
+from cupy_moe.runtime.compiler import nvrtc_version
+from cupy_moe.runtime.devices import driver_cuda_version
+from cupy_moe.runtime.requirements import import_cupy
 
 __all__ = ["LARGEST_REL_L2", "describe_environment", "measure", "measure_all", "require_fp8_gpu"]
 
@@ -64,6 +67,9 @@ def describe_environment(contenders: Sequence[type[Contender]]) -> dict[str, str
     packages = dict.fromkeys(["torch", *(contender.package for contender in contenders)])
     return {
         "gpu": torch.cuda.get_device_name(),
+        "driver_cuda": driver_cuda_version(),
+        "nvrtc": nvrtc_version(),
+        "cupy": import_cupy().__version__,
         "torch_cuda": str(torch.version.cuda),
         **{package: installed(package) or "absent" for package in packages},
     }
