@@ -1,6 +1,6 @@
 """Which output tiles a problem gets, from figures measured on an H200; a matter of speed only.
 
-`cupy_moe.bench.sweep` measures every candidate.
+`cupy_moe.bench.sweep` measures the candidates.
 """
 
 from __future__ import annotations

@@ -6,7 +6,12 @@ from cupy_moe.bench.ceilings import Ceilings
 from cupy_moe.bench.rows import Report, Row, Timing
 from cupy_moe.bench.workloads import WORKLOADS, Work
 
-CEILINGS = Ceilings(read_bytes_per_s=4e12, fp8_flops_per_s=1e15, sustained_fp8_flops_per_s=8e14)
+CEILINGS = Ceilings(
+    read_bytes_per_s=4e12,
+    fp8_flops_per_s=1e15,
+    sustained_fp8_flops_per_s=8e14,
+    fp8_fast_accumulation=True,
+)
 
 
 def fake_row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import weakref
 from collections.abc import Callable, Iterator
@@ -182,6 +183,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "interleaved_us", interleaved)
     monkeypatch.setattr(module, "sustained_us", lambda work, rounds: 192.0)
     monkeypatch.setattr(module, "CupyMoe", Ours)
+    monkeypatch.setattr(module, "layer_output", lambda *_: torch.ones(1, 8))
 
 
 def measured(*peers: type[Contender]) -> Any:
@@ -256,6 +258,7 @@ def test_an_error_of_the_gpu_ends_the_run_and_names_row_and_peer() -> None:
     [
         (NotANumber, "the output is not finite"),
         (Raising, "RuntimeError: no kernel for this size"),
+        (Wrong, "relative L2 distance from the layer in torch: 0.2$"),
         (Drifting, "relative L2 distance from our output after the timed replays"),
     ],
 )
@@ -265,6 +268,23 @@ def test_our_own_failures_name_the_row(
     monkeypatch.setattr(module, "CupyMoe", ours)
     with pytest.raises(RuntimeError, match=f"bench: W-A, 1 tokens: cupy_moe: {reason}"):
         measured(Good)
+
+
+def test_environment_names_what_compiles_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(module, "driver_cuda_version", lambda: "13.1")
+    monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(module, "import_cupy", lambda: SimpleNamespace(__version__="14.0.1"))
+    environment = module.describe_environment([Good])
+    assert environment == {
+        "gpu": "a GPU",
+        "driver_cuda": "13.1",
+        "nvrtc": "13.0",
+        "cupy": "14.0.1",
+        "torch_cuda": str(torch.version.cuda),
+        "torch": importlib.metadata.version("torch"),
+        "fake": "absent",
+    }
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Row:
     timings : mapping of str to Timing
         By name of the contender.
     sustained_us : float
-        Our median time back to back.
+        Our median time back to back, once the clocks have settled.
     errors : mapping of str to float
         Relative L2 distance of a peer's output from ours.
     failures : mapping of str to str
@@ -148,6 +148,7 @@ class Report:
                 "read_tb_per_s": self.ceilings.read_bytes_per_s / 1e12,
                 "fp8_tflops": self.ceilings.fp8_flops_per_s / 1e12,
                 "sustained_fp8_tflops": self.ceilings.sustained_fp8_flops_per_s / 1e12,
+                "fp8_fast_accumulation": self.ceilings.fp8_fast_accumulation,
             },
             "scopes": dict(self.scopes),
             "missing": dict(self.missing),

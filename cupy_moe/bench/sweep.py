@@ -1,7 +1,7 @@
-"""Times of a layer for the tilings that fit it, back to back: the table behind the plan's choice.
+"""Times of a layer by tiling, back to back: the table behind the plan's choice.
 
-Every candidate runs a few times; those near the fastest run again, taking turns with the plan's own
-choice, so that close calls are decided under equal clocks.
+Every tiling of a sensible token tile runs a few times; those near the fastest run again, taking
+turns with the plan's own choice, so that close calls are decided under equal clocks.
 """
 
 from __future__ import annotations
@@ -92,13 +92,15 @@ def problem_of(workload: Workload, num_tokens: int) -> MoeProblem:
 
 
 def sensible_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
-    """List all tilings but those that read an expert's weights again and again."""
+    """List all tilings but those that read an expert's weights more often than they have to.
+
+    The largest token tile stays, however many rows an expert has.
+    """
+    candidates = tile_candidates(problem, device)
+    largest = max(tiling.tile_n for tiling in candidates)
     rows_an_expert = problem.num_slots / problem.num_experts
-    return [
-        tiling
-        for tiling in tile_candidates(problem, device)
-        if rows_an_expert <= MOST_TILES_AN_EXPERT * tiling.tile_n
-    ]
+    least = min(largest, rows_an_expert / MOST_TILES_AN_EXPERT)
+    return [tiling for tiling in candidates if tiling.tile_n >= least]
 
 
 def sweep(

@@ -1,13 +1,14 @@
 """CUDA graphs of several calls, and their times by events, contenders alternating.
 
 A GPU at its power limit lowers its clocks within some hundredths of a second. So runs are timed
-after a rest, as in a server between its steps, or back to back, as in a long prefill. The first
-0.3 ms after a rest are slow: one run, which is not timed, leads in.
+after a rest, as in a server between its steps, or back to back, as in a long prefill, once the
+clocks have settled. The first 0.3 ms after a rest are slow: one run, which is not timed, leads in.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 __all__ = [
     "REST_S",
+    "SETTLE_S",
     "WARMUPS",
     "CapturedCalls",
     "capture",
@@ -29,6 +31,7 @@ __all__ = [
 
 WARMUPS = 3
 REST_S = 0.02  # before a run
+SETTLE_S = 0.3  # of work: the clocks under a load that lasts
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +112,15 @@ def median_us(work: Callable[[], Any], rounds: int = 15, *, rest_s: float = REST
     return median(interleaved_us({"": work}, rounds, rest_s=rest_s)[""])
 
 
-def sustained_us(work: Callable[[], Any], rounds: int) -> float:
-    """Median time of one work alone, back to back, once the clocks have settled."""
-    return median_us(work, rounds, rest_s=0.0)
+def sustained_us(work: Callable[[], Any], rounds: int = 15) -> float:
+    """Median time of one work alone, back to back, once the clocks have settled.
+
+    The runs that are timed follow others that keep the GPU busy for ``SETTLE_S``; how many that
+    takes is estimated from one timed run.
+    """
+    one_us = median_us(work, rounds=1, rest_s=0.0)
+    untimed = math.ceil(1e6 * SETTLE_S / one_us)
+    return median(interleaved_us({"": work}, rounds, warmups=untimed, rest_s=0.0)[""])
 
 
 def synchronize() -> None:
