@@ -125,7 +125,7 @@ def posing_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(execution, "require_supported_device", lambda *_: None)
     caches = (
         *(pipeline.bind_stages, pipeline._load, pipeline.plan_for, execution._backend),
-        *(repeated.accepted, repeated._readers, bound_layer._places),
+        *(repeated.accepted, repeated._reader, bound_layer._places),
     )
     for cached in caches:
         cached.cache_clear()
