@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import partial
+from weakref import WeakValueDictionary
 
 from cupy_moe.pipeline import Addresses, bind_stages, overrides, plan_for
 from cupy_moe.problem import MoeOperands, MoeProblem, MoeResult
@@ -23,6 +24,10 @@ _WRITTEN = ("routing_replay_out", "output", "workspace_buffer")
 
 class BoundLayer:
     """One layer on fixed CUDA arrays, with scratch and results of its own.
+
+    A run is one launch of a CUDA graph once the layer was prepared, or from its ninth run on, where
+    the driver has CUDA 12.3 or newer and the stream is neither captured nor of a green context;
+    else its kernels are launched one by one.
 
     Parameters
     ----------
@@ -67,6 +72,8 @@ class BoundLayer:
     def prepare(self) -> None:
         """Prepare for many runs: load the kernels and put them into a graph.
 
+        During a capture the graph is left to the first run outside of one.
+
         Raises
         ------
         KernelCompileError
@@ -106,7 +113,8 @@ class BoundLayer:
 class RepeatableLayer:
     """A layer that ran, without its arrays: runs on others of the same forms.
 
-    Scratch, and the output unless the caller gives one, are allocated at every run.
+    Scratch, and the output unless the caller gives one, are allocated at every run. Runs at
+    the same addresses become a graph as those of a `BoundLayer` do.
 
     Parameters
     ----------
@@ -117,19 +125,21 @@ class RepeatableLayer:
     """
 
     __slots__ = (
-        *("_device", "_framework", "_choices", "_operands", "_output_shape", "_scratch_bytes"),
-        *("_sizes",),
+        *("_device", "_form", "_framework", "_choices", "_operands", "_output_shape"),
+        *("_scratch_bytes", "_sizes"),
     )
 
     def __init__(self, layer: BoundLayer, operands: Sequence[str]) -> None:
         assert layer.result.output is not None
         self._framework, self._device = layer._framework, layer._device
-        *self._choices, _ = layer._binding
+        self._choices = layer._binding[:-1]
         self._output_shape, self._scratch_bytes = layer.result.output.shape, layer.scratch_bytes
         self._operands = tuple(operands)
         # None for what has no effect on the layer.
         refs = (getattr(layer.operands, name) for name in operands)
         self._sizes = tuple(None if ref is None else ref.nbytes for ref in refs)
+        form = (self._choices, self._operands, self._sizes)
+        self._form = _forms.setdefault(form, _Form())
 
     def run(self, output: Array | None, addresses: Sequence[int]) -> Array | None:
         """Enqueue the layer on the current stream.
@@ -154,7 +164,7 @@ class RepeatableLayer:
         if output is None:
             made = framework.empty(self._output_shape, "bfloat16", device)
             output, output_address = made.owner, made.ptr
-        place = (self, scratch_address, output_address, *addresses)
+        place = (self._form, scratch_address, output_address, *addresses)
         launches = _places.get(place)
         if launches is None:
             if self._overwrites(addresses):
@@ -189,7 +199,16 @@ class RepeatableLayer:
         return Addresses(*((made | at).get(name, 0) for name in Addresses._fields))
 
 
-# Layers with the addresses of their arrays, which allocators hand out again.
+class _Form:
+    """Stands for all that binds a layer but addresses: compared as an object, which is cheap."""
+
+    __slots__ = ("__weakref__",)
+
+
+# One object for equal forms, as long as a layer or a place has it.
+_forms: WeakValueDictionary[tuple[Hashable, ...], _Form] = WeakValueDictionary()
+
+# Forms with the addresses of their arrays, which allocators hand out again.
 _places: Memory[tuple[Hashable, ...], RepeatedLaunches] = Memory(_MAX_PLACES)
 
 
