@@ -1,0 +1,283 @@
+// Tensor-parallel finalize: sum of every expert row over the ranks in rank order, rounded to BF16;
+// RMSNorm of it; weighted sum over the slots of a token, rounded once.
+//
+// Rows travel by 16-byte stores into receive buffers of the peers (lamport/word.cuh), in two hops:
+//   EveryRank    all rows to every rank; every rank reduces
+//   TokenOwner   all rows of token t to rank t % P, which reduces; its BF16 row to every rank
+//   ExpertOwner  rows of a slot to its owner, which reduces; FP32 sums of an owner to every rank
+// A cluster handles one token at a time, a thread eight columns; the blocks of a cluster share the
+// sums of squares only. A token and 256 columns are a slot of the protocol: the warp that has it
+// counts its generation g, uses copy g % 3 of the buffers and re-arms copy (g + 2) % 3, which it
+// read in the launch before. All blocks of all ranks must be resident at once, and each sends what
+// it has of a token before it waits for that token, in increasing order of tokens.
+#include "common/types.cuh"
+#include "finalize/exchange.cuh"
+#include "finalize/piece.cuh"
+#include "finalize/rows.cuh"
+#include "lamport/receive.cuh"
+#include "lamport/word.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/ld_st.cuh"
+#include "ptx/pdl.cuh"
+
+namespace cupy_moe::finalize {
+
+// The exchange of a warp with its counterparts on the other ranks.
+struct Exchange : Piece {
+  uint4* stash;  // shared, [top_k] reduced rows of this thread, blockDim.x apart
+  lamport::Patience patience;
+  RowSums row_sums;
+
+  __device__ Exchange(const Params& params, uint4* rows, RowSums::Storage& sums)
+      : Piece(params),
+        stash(rows + threadIdx.x),
+        patience(params.timeout_ns, kNumPeers > 0 && ptx::ld_relaxed_gpu(params.failed) != 0),
+        row_sums(sums) {}
+
+  // Sends what this rank has of a token; returns the generation of its buffers.
+  __device__ i32 begin(i32 token) const {
+    if (kNumPeers == 0) return 0;
+    const i32 generation =
+        p.phases == kAllPhases ? ptx::ld_relaxed_gpu(generation_of(p, token, warp)) : 0;
+    if (p.phases & kSend) send(token, copies_of(generation).used);
+    return generation;
+  }
+
+  // All that waits.
+  __device__ void end(i32 token, i32 generation) {
+    Copies copies = copies_of(generation);
+    if (kNumPeers == 0 || p.phases != kAllPhases) copies.spent = -1;
+    if (p.phases & kReduce) reduce(token, copies);
+    if (p.phases & kReceive) receive(token, copies);
+    if (copies.spent < 0) return;
+    __syncwarp();
+    if (lane == 0) *generation_of(p, token, warp) = generation + 1;
+  }
+
+  // --- reduction -------------------------------------------------------------------------------
+
+  __device__ void reduce(i32 token, Copies copies) {
+    if (kByToken && owner_of(token) != p.rank) return;
+    const SlotRange slots = reduced_slots(p, p.rank);
+    const i32 index = load_index(token);
+    const float weight = load_weight(token);
+    float gain[kColumns];
+    load_gain(gain);
+#pragma unroll 1
+    for (i32 first = 0; first < slots.count; first += kSlotsInFlight) {
+      uint4 rows[kSlotsInFlight];
+      load_rows(rows, index, slots, first);
+      if (kNumPeers > 0) {
+        add_peers(rows, first, slots.count, token, copies.used);
+      } else {
+        add_nothing(rows);
+      }
+      float squares[kSlotsInFlight];
+      sum_squares(squares, rows, gain);
+#pragma unroll
+      for (i32 i = 0; i < kSlotsInFlight; ++i) {
+        if (first + i < slots.count) stash[(first + i) * blockDim.x] = rows[i];
+      }
+      row_sums.put(squares, first, warp, lane);
+    }
+    const i32 num_warps = ceil_div(p.hidden_size, kColumnsPerWarp);
+    const float sum = row_sums.get(num_warps, slots.count, lane);
+    const float rstd = rsqrtf(sum / static_cast<float>(p.hidden_size) + p.eps);
+    float total[kColumns] = {};
+    add_normalized(total, slots, gain, rstd, weight);
+    if (!in_row) return;
+    if (kByExpert) {
+      send_partial(total, token, copies.used);
+    } else {
+      finish(narrow(total), token, copies.used);
+    }
+    if (copies.spent >= 0) rearm_rows(slots.count, token, copies.spent);
+  }
+
+  // Waits for the peers' rows and adds them to this rank's, in rank order from +0.0.
+  __device__ void add_peers(uint4 (&rows)[kSlotsInFlight], i32 first, i32 count, i32 token,
+                            i32 copy) {
+    constexpr i32 kPeers = max(1, kNumPeers);
+    uint4 theirs[kSlotsInFlight * kPeers];
+    const u8* const from = own(rows_at(p, copy, 0, token)) + row_bytes(first);
+    const i64 per_peer = rows_at(p, copy, 1, token) - rows_at(p, copy, 0, token);
+    const i32 expected = in_row ? min(count - first, kSlotsInFlight) * kPeers : 0;
+    const i32 missing = lamport::receive<kRowSentinel>(
+        theirs, expected,
+        [&](i32 i) { return from + row_bytes(i / kPeers) + i % kPeers * per_peer; }, patience);
+    if (missing >= 0) give_up(p, peer_rank(missing % kPeers, p.rank), token);
+#pragma unroll
+    for (i32 i = 0; i < kSlotsInFlight; ++i) {
+      float sum[kColumns] = {};
+#pragma unroll
+      for (i32 peer = 0; peer < kNumPeers; ++peer) {
+        if (peer == p.rank) add(sum, rows[i]);
+        add(sum, theirs[i * kPeers + peer]);
+      }
+      if (p.rank == kNumPeers) add(sum, rows[i]);
+      rows[i] = patience.gave_up() ? bf16_nan() : narrow(sum);
+    }
+  }
+
+  // What a sum from +0.0 over one rank does: -0.0 becomes +0.0.
+  __device__ static void add_nothing(uint4 (&rows)[kSlotsInFlight]) {
+#pragma unroll
+    for (i32 i = 0; i < kSlotsInFlight; ++i) {
+      float sum[kColumns] = {};
+      add(sum, rows[i]);
+      rows[i] = narrow(sum);
+    }
+  }
+
+  __device__ void sum_squares(float (&squares)[kSlotsInFlight], const uint4 (&rows)[kSlotsInFlight],
+                              const float (&gain)[kColumns]) const {
+#pragma unroll
+    for (i32 i = 0; i < kSlotsInFlight; ++i) {
+      float x[kColumns];
+      widen(x, rows[i]);
+      squares[i] = 0.0f;
+#pragma unroll
+      for (i32 j = 0; j < kColumns; ++j) {
+        const float v = p.weight_before_norm ? x[j] * gain[j] : x[j];
+        squares[i] += v * v;
+      }
+      if (!in_row) squares[i] = 0.0f;
+    }
+  }
+
+  // y = (row * gain) * rstd or (row * rstd) * gain, times the weight of the slot.
+  __device__ void add_normalized(float (&total)[kColumns], SlotRange slots,
+                                 const float (&gain)[kColumns], float rstd, float weight) const {
+    const i32 lanes = RowSums::lanes_per_slot(slots.count);
+#pragma unroll 4
+    for (i32 i = 0; i < slots.count; ++i) {
+      const float scale = __shfl_sync(kFullWarp, rstd, i * lanes);
+      const float w = __shfl_sync(kFullWarp, weight, slots.first + i);
+      float x[kColumns];
+      widen(x, stash[i * blockDim.x]);
+#pragma unroll
+      for (i32 j = 0; j < kColumns; ++j) {
+        const float first = p.weight_before_norm ? gain[j] : scale;
+        const float second = p.weight_before_norm ? scale : gain[j];
+        total[j] += x[j] * first * second * w;
+      }
+    }
+  }
+
+  __device__ void rearm_rows(i32 count, i32 token, i32 copy) const {
+#pragma unroll 1
+    for (i32 peer = 0; peer < kNumPeers; ++peer) {
+      u8* const at = own(rows_at(p, copy, peer, token));
+#pragma unroll 4
+      for (i32 i = 0; i < count; ++i) {
+        *reinterpret_cast<uint4*>(at + row_bytes(i)) = lamport::armed<kRowSentinel>();
+      }
+    }
+  }
+
+  // --- results ---------------------------------------------------------------------------------
+
+  __device__ void send_partial(const float (&total)[kColumns], i32 token, i32 copy) const {
+    const i64 offset = result_at(p, copy, p.rank, token) + column * sizeof(u16);  // FP32: twice
+#pragma unroll
+    for (i32 i = 0; i < kResultVectors; ++i) {
+      const float* x = total + 4 * i;
+      const uint4 bits = lamport::scrubbed<kResultSentinel>(
+          make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                     __float_as_uint(x[3])));
+#pragma unroll
+      for (i32 peer = 0; peer < kNumPeers; ++peer) {
+        ptx::st_relaxed_sys_v4(peers(peer, offset) + 16 * i, bits);
+      }
+      ptx::st_relaxed_sys_v4(own(offset) + 16 * i, bits);
+    }
+  }
+
+  __device__ void finish(const uint4& row, i32 token, i32 copy) const {
+    if (kByToken) {
+      const uint4 payload = lamport::scrubbed<kResultSentinel>(row);
+#pragma unroll
+      for (i32 peer = 0; peer < kNumPeers; ++peer) {
+        const i32 sender = peer_number(p.rank, peer_rank(peer, p.rank));
+        ptx::st_relaxed_sys_v4(peers(peer, result_at(p, copy, sender, token)), payload);
+      }
+    }
+    write_output(row, token);
+  }
+
+  __device__ void write_output(const uint4& row, i32 token) const {
+    u16* const to = p.output + static_cast<i64>(token) * p.hidden_size + column;
+    *reinterpret_cast<uint4*>(to) = patience.gave_up() ? bf16_nan() : row;
+  }
+
+  // Takes what owners finished.
+  __device__ void receive(i32 token, Copies copies) {
+    const bool is_expected = kByExpert || (kByToken && owner_of(token) != p.rank);
+    if (!is_expected || !in_row) return;
+    constexpr i32 kCount = (kByExpert ? kNumRanks : 1) * kResultVectors;
+    const i32 sender = kByExpert ? 0 : peer_number(owner_of(token), p.rank);
+    const i64 per_sender = result_at(p, 0, 1, token) - result_at(p, 0, 0, token);
+    const auto address = [&](i32 i, i32 copy) {
+      const i64 widened = (kResultVectors - 1) * column * i64{sizeof(u16)};
+      return own(result_at(p, copy, sender, token)) + widened + i / kResultVectors * per_sender +
+             16 * (i % kResultVectors);
+    };
+    uint4 v[kCount];
+    const i32 missing = lamport::receive<kResultSentinel>(
+        v, kCount, [&](i32 i) { return address(i, copies.used); }, patience);
+    if (missing >= 0) give_up(p, kByExpert ? missing / kResultVectors : owner_of(token), token);
+    write_output(kByExpert ? add_partials(v) : v[0], token);
+    if (copies.spent < 0) return;
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+      *reinterpret_cast<uint4*>(address(i, copies.spent)) = lamport::armed<kResultSentinel>();
+    }
+  }
+
+  // FP32 sums of the owners in rank order.
+  template <i32 kCount>
+  __device__ static uint4 add_partials(const uint4 (&v)[kCount]) {
+    float total[kColumns] = {};
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+      const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+      for (i32 j = 0; j < 4; ++j) total[4 * (i % 2) + j] += __uint_as_float(words[j]);
+    }
+    return narrow(total);
+  }
+};
+
+__device__ void run(const Params& p, uint4* stash, RowSums::Storage& sums) {
+  Exchange exchange(p, stash, sums);
+  const i32 cluster_size = ptx::cluster_nctarank();
+  const i32 step = static_cast<i32>(gridDim.x) / cluster_size;
+  i32 token = static_cast<i32>(blockIdx.x) / cluster_size;
+  if (token >= p.num_tokens) return;
+  i32 generation = exchange.begin(token), next = 0;
+  // One token is sent ahead of the one that is waited for.
+  for (; token < p.num_tokens; token += step) {
+    if (token + step < p.num_tokens) next = exchange.begin(token + step);
+    exchange.end(token, generation);
+    generation = next;
+  }
+}
+
+}  // namespace cupy_moe::finalize
+
+namespace cupy_moe {
+
+extern "C" __global__ void __launch_bounds__(Config::kNumThreads)
+    finalize_rmsnorm(const __grid_constant__ Params p) {
+  extern __shared__ uint4 stash[];  // [top_k, blockDim.x]
+  __shared__ finalize::RowSums::Storage sums;
+  const bool is_clustered = ptx::cluster_nctarank() > 1;
+  // A block must have started before another one writes to its shared memory.
+  if (is_clustered) ptx::barrier_cluster_arrive_relaxed();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+  if (is_clustered) ptx::barrier_cluster_wait();
+  finalize::run(p, stash, sums);
+}
+
+}  // namespace cupy_moe
