@@ -196,6 +196,7 @@ def _make_workspace(group: Group, device: int, sizes: WorkspaceSizes) -> Workspa
         top_k=sizes.top_k,
         max_tokens=sizes.max_tokens,
         timeout_s=sizes.timeout_s,
+        transport=sizes.transport,
     )
 
 

@@ -125,6 +125,15 @@ class WorkspaceLayout:
         """Size of the whole workspace."""
         return self.failed_offset + ALIGNMENT
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of what one rank sends to all others in one hop, at most."""
+        hops = [
+            max(b.rows_slots * b.row_group_bytes, b.results_slots * b.result_bytes)
+            for b in self.buffers().values()
+        ]
+        return max(1, (self.num_ranks - 1) * max(hops))
+
     def fills(self) -> list[tuple[int, int, int]]:
         """Offset, number of words and word of all that is set before the first use."""
         fills = []
