@@ -43,21 +43,28 @@ struct Exchange : Piece {
     return generation;
   }
 
-  // All that waits.
+  __device__ void reduce_if_owner(i32 token, i32 generation) {
+    const bool is_owner = !kByToken || owner_of(token) == p.rank;
+    if ((p.phases & kReduce) && is_owner) reduce(token, copies(generation));
+  }
+
   __device__ void end(i32 token, i32 generation) {
-    Copies copies = copies_of(generation);
-    if (kNumPeers == 0 || p.phases != kAllPhases) copies.spent = -1;
-    if (p.phases & kReduce) reduce(token, copies);
-    if (p.phases & kReceive) receive(token, copies);
-    if (copies.spent < 0) return;
+    const bool is_expected = kByExpert || (kByToken && owner_of(token) != p.rank);
+    if ((p.phases & kReceive) && is_expected && in_row) receive(token, copies(generation));
+    if (kNumPeers == 0 || p.phases != kAllPhases) return;
     __syncwarp();
     if (lane == 0) *generation_of(p, token, warp) = generation + 1;
+  }
+
+  __device__ Copies copies(i32 generation) const {
+    Copies found = copies_of(generation);
+    if (kNumPeers == 0 || p.phases != kAllPhases) found.spent = -1;
+    return found;
   }
 
   // --- reduction -------------------------------------------------------------------------------
 
   __device__ void reduce(i32 token, Copies copies) {
-    if (kByToken && owner_of(token) != p.rank) return;
     const SlotRange slots = reduced_slots(p, p.rank);
     const i32 index = load_index(token);
     const float weight = load_weight(token);
@@ -104,7 +111,8 @@ struct Exchange : Piece {
     const i32 expected = in_row ? min(count - first, kSlotsInFlight) * kPeers : 0;
     const i32 missing = lamport::receive<kRowSentinel>(
         theirs, expected,
-        [&](i32 i) { return from + row_bytes(i / kPeers) + i % kPeers * per_peer; }, patience);
+        [&](i32 i) { return from + row_bytes(i / kPeers) + i % kPeers * per_peer; }, p.is_polite,
+        patience);
     if (missing >= 0) give_up(p, peer_rank(missing % kPeers, p.rank), token);
 #pragma unroll
     for (i32 i = 0; i < kSlotsInFlight; ++i) {
@@ -212,8 +220,6 @@ struct Exchange : Piece {
 
   // Takes what owners finished.
   __device__ void receive(i32 token, Copies copies) {
-    const bool is_expected = kByExpert || (kByToken && owner_of(token) != p.rank);
-    if (!is_expected || !in_row) return;
     constexpr i32 kCount = (kByExpert ? kNumRanks : 1) * kResultVectors;
     const i32 sender = kByExpert ? 0 : peer_number(owner_of(token), p.rank);
     const i64 per_sender = result_at(p, 0, 1, token) - result_at(p, 0, 0, token);
@@ -224,7 +230,7 @@ struct Exchange : Piece {
     };
     uint4 v[kCount];
     const i32 missing = lamport::receive<kResultSentinel>(
-        v, kCount, [&](i32 i) { return address(i, copies.used); }, patience);
+        v, kCount, [&](i32 i) { return address(i, copies.used); }, p.is_polite, patience);
     if (missing >= 0) give_up(p, kByExpert ? missing / kResultVectors : owner_of(token), token);
     write_output(kByExpert ? add_partials(v) : v[0], token);
     if (copies.spent < 0) return;
@@ -248,18 +254,25 @@ struct Exchange : Piece {
   }
 };
 
+// Tokens are sent one ahead of the reduction, so that the wires are never idle, and results are
+// received two behind it, so that no owner waits for one while others wait for it.
 __device__ void run(const Params& p, uint4* stash, RowSums::Storage& sums) {
+  constexpr i32 kBehind = 2;
   Exchange exchange(p, stash, sums);
   const i32 cluster_size = ptx::cluster_nctarank();
   const i32 step = static_cast<i32>(gridDim.x) / cluster_size;
-  i32 token = static_cast<i32>(blockIdx.x) / cluster_size;
-  if (token >= p.num_tokens) return;
-  i32 generation = exchange.begin(token), next = 0;
-  // One token is sent ahead of the one that is waited for.
-  for (; token < p.num_tokens; token += step) {
-    if (token + step < p.num_tokens) next = exchange.begin(token + step);
-    exchange.end(token, generation);
-    generation = next;
+  const i32 first = static_cast<i32>(blockIdx.x) / cluster_size;
+  if (first >= p.num_tokens) return;
+  i32 ahead = exchange.begin(first);
+  i32 generations[kBehind + 1] = {};  // of the token that is reduced and of those behind it
+  for (i32 token = first; token - kBehind * step < p.num_tokens; token += step) {
+#pragma unroll
+    for (i32 i = kBehind; i > 0; --i) generations[i] = generations[i - 1];
+    generations[0] = ahead;
+    if (token + step < p.num_tokens) ahead = exchange.begin(token + step);
+    if (token < p.num_tokens) exchange.reduce_if_owner(token, generations[0]);
+    const i32 behind = token - kBehind * step;
+    if (behind >= first) exchange.end(behind, generations[kBehind]);
   }
 }
 

@@ -38,7 +38,8 @@ struct Params {
   i32 top_k;
   i32 rank;
   i32 call;
-  i32 phases;  // Phase bits
+  i32 phases;     // Phase bits
+  i32 is_polite;  // whether waits leave the memory to the stores
   i32 weights_are_f32;
   i32 weight_before_norm;
   float eps;

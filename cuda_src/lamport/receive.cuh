@@ -33,10 +33,12 @@ class Patience {
 };
 
 // Loads `count` of up to kCount vectors from `address(i)` again and again until all their words
-// have arrived. Returns -1, or the vector that was missing when the patience ended.
+// have arrived. Returns -1, or the vector that was missing when the patience ended. Between two
+// looks at all, a polite thread looks at the last one only: polls hold up the stores that they wait
+// for.
 template <u32 kSentinel, i32 kCount, typename Address>
 __device__ __forceinline__ i32 receive(uint4 (&v)[kCount], i32 count, Address address,
-                                       Patience& patience) {
+                                       bool is_polite, Patience& patience) {
   while (true) {
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) {
@@ -48,6 +50,11 @@ __device__ __forceinline__ i32 receive(uint4 (&v)[kCount], i32 count, Address ad
       if (is_armed<kSentinel>(v[i])) missing = i;
     }
     if (missing < 0 || patience.is_exhausted()) return missing;
+    if (is_polite) {
+      const void* const last = address(count - 1);
+      while (is_armed<kSentinel>(ptx::ld_relaxed_sys_v4(last)) && !patience.is_exhausted()) {
+      }
+    }
   }
 }
 

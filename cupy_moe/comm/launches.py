@@ -25,6 +25,7 @@ from cupy_moe.runtime.occupancy import resident_clusters
 __all__ = ["REPORT_WORDS", "Call", "Launcher"]
 
 REPORT_WORDS = 8
+POLITE_TOKENS = 16  # more of them are waited for politely
 _MAX_PLANS = 1024
 
 
@@ -122,6 +123,7 @@ class Launcher:
             self._rank,
             call.number,
             step.phases,
+            count > POLITE_TOKENS,
             arrays.weights.dtype == "float32",
             call.options.weight_before_norm,
             call.options.eps,

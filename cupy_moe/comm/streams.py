@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupy_moe.runtime.devices import check, sm_count
+from cupy_moe.runtime.devices import check, sm_count, stream_is_capturing
 from cupy_moe.runtime.requirements import import_driver
 from cupy_moe.runtime.streams import Event, inspect_stream
 
@@ -72,6 +72,8 @@ class StreamOrder:
 
 def _capture_of(stream: int) -> int | None:
     """Id of the capture that a stream takes part in."""
+    if not stream_is_capturing(stream):  # the cheaper question
+        return None
     driver = import_driver()
     active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
     info = check(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)), "inspecting a stream")

@@ -81,6 +81,7 @@ PARAMS = ParamLayout(
     ("rank", "i32"),
     ("call", "i32"),
     ("phases", "i32"),
+    ("is_polite", "i32"),
     ("weights_are_f32", "i32"),
     ("weight_before_norm", "i32"),
     ("eps", "f32"),
