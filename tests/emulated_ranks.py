@@ -1,7 +1,7 @@
-"""Ranks of the tensor-parallel finalize in this process, their kernels run by a C++ compiler's code.
+"""Ranks of the tensor-parallel finalize in this process, with kernels that a C++ compiler built.
 
-The translation unit of each specialization is compiled for the host with ``tests/emulator`` in place
-of the PTX headers; workspace, layout, launches and transports are the package's own.
+The translation unit of each specialization is compiled for the host, with ``tests/emulator`` in
+place of the PTX headers; workspace, layout, launches and transports are the package's own.
 """
 
 from __future__ import annotations

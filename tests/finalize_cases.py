@@ -110,7 +110,7 @@ def make_case(
 
 
 def tricky_case(num_ranks: int, shift: int, hidden_size: int = 256) -> FinalizeCase:
-    """Rows of all pairings of tricky words, low half against high half, shifted from call to call."""
+    """Rows of all pairings of tricky words, low against high half, shifted from call to call."""
     case = make_case(num_ranks, 2, hidden_size=hidden_size, top_k=4)
     words = np.array(TRICKY_WORDS, np.uint16)
     for rank, rows in enumerate(case.gemm2):

@@ -129,9 +129,7 @@ def _check_rows(check: Checker, rows: ArrayRef, num_tokens: int, hidden_size: in
         check.refuse(ValueError, name, rule, str(tuple(rows.shape)))
     if rows.device != check.device:
         check.array(name, rows, BF16, rows.shape, "(R, W)")
-    row_stride, column_stride = rows.strides
-    if rows.shape[0] <= 1:
-        row_stride = rows.shape[1]
+    row_stride, column_stride = (rows.shape[1], 1) if rows.is_contiguous else rows.strides
     if column_stride != 1 or row_stride % _COLUMNS or row_stride < 0:
         rule = f"have strides (a multiple of {_COLUMNS}, 1)"
         check.refuse(ValueError, name, rule, f"strides {tuple(rows.strides)}", "Pass a copy.")
