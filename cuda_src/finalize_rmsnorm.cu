@@ -39,8 +39,13 @@ struct Exchange : Piece {
     if (kNumPeers == 0) return 0;
     const i32 generation =
         p.phases == kAllPhases ? ptx::ld_relaxed_gpu(generation_of(p, token, warp)) : 0;
-    if (p.phases & kSend) send(token, copies_of(generation).used);
+    if ((p.phases & kSend) && !sends_in_reduce()) send(token, copies_of(generation).used);
     return generation;
+  }
+
+  // A rank that reduces what it sends loads it once.
+  __device__ bool sends_in_reduce() const {
+    return kScheme == FinalizeScheme::EveryRank && p.phases == kAllPhases;
   }
 
   __device__ void reduce_if_owner(i32 token, i32 generation) {
@@ -68,19 +73,22 @@ struct Exchange : Piece {
     const SlotRange slots = reduced_slots(p, p.rank);
     const i32 index = load_index(token);
     const float weight = load_weight(token);
-    float gain[kColumns];
-    load_gain(gain);
+    const float per_column = 1.0f / static_cast<float>(p.hidden_size);
+    const uint4 norm_weight = load_norm_weight();
 #pragma unroll 1
     for (i32 first = 0; first < slots.count; first += kSlotsInFlight) {
       uint4 rows[kSlotsInFlight];
       load_rows(rows, index, slots, first);
+      if (kNumPeers > 0 && sends_in_reduce()) {
+        send_rows(rows, first, slots.count, token, copies.used, 0, kNumPeers);
+      }
       if (kNumPeers > 0) {
         add_peers(rows, first, slots.count, token, copies.used);
       } else {
         add_nothing(rows);
       }
       float squares[kSlotsInFlight];
-      sum_squares(squares, rows, gain);
+      sum_squares(squares, rows, norm_weight);
 #pragma unroll
       for (i32 i = 0; i < kSlotsInFlight; ++i) {
         if (first + i < slots.count) stash[(first + i) * blockDim.x] = rows[i];
@@ -89,9 +97,9 @@ struct Exchange : Piece {
     }
     const i32 num_warps = ceil_div(p.hidden_size, kColumnsPerWarp);
     const float sum = row_sums.get(num_warps, slots.count, lane);
-    const float rstd = rsqrtf(sum / static_cast<float>(p.hidden_size) + p.eps);
+    const float rstd = rsqrtf(sum * per_column + p.eps);
     float total[kColumns] = {};
-    add_normalized(total, slots, gain, rstd, weight);
+    add_normalized(total, slots, norm_weight, rstd, weight);
     if (!in_row) return;
     if (kByExpert) {
       send_partial(total, token, copies.used);
@@ -110,8 +118,8 @@ struct Exchange : Piece {
     const i64 per_peer = rows_at(p, copy, 1, token) - rows_at(p, copy, 0, token);
     const i32 expected = in_row ? min(count - first, kSlotsInFlight) * kPeers : 0;
     const i32 missing = lamport::receive<kRowSentinel>(
-        theirs, expected,
-        [&](i32 i) { return from + row_bytes(i / kPeers) + i % kPeers * per_peer; }, p.is_polite,
+        theirs, expected, from,
+        [&](i32 i) { return row_bytes(i / kPeers) + i % kPeers * per_peer; }, p.is_polite,
         patience);
     if (missing >= 0) give_up(p, peer_rank(missing % kPeers, p.rank), token);
 #pragma unroll
@@ -138,7 +146,9 @@ struct Exchange : Piece {
   }
 
   __device__ void sum_squares(float (&squares)[kSlotsInFlight], const uint4 (&rows)[kSlotsInFlight],
-                              const float (&gain)[kColumns]) const {
+                              const uint4& norm_weight) const {
+    float gain[kColumns];
+    widen_gain(gain, norm_weight);
 #pragma unroll
     for (i32 i = 0; i < kSlotsInFlight; ++i) {
       float x[kColumns];
@@ -155,7 +165,9 @@ struct Exchange : Piece {
 
   // y = (row * gain) * rstd or (row * rstd) * gain, times the weight of the slot.
   __device__ void add_normalized(float (&total)[kColumns], SlotRange slots,
-                                 const float (&gain)[kColumns], float rstd, float weight) const {
+                                 const uint4& norm_weight, float rstd, float weight) const {
+    float gain[kColumns];
+    widen_gain(gain, norm_weight);
     const i32 lanes = RowSums::lanes_per_slot(slots.count);
 #pragma unroll 4
     for (i32 i = 0; i < slots.count; ++i) {
@@ -223,34 +235,24 @@ struct Exchange : Piece {
     constexpr i32 kCount = (kByExpert ? kNumRanks : 1) * kResultVectors;
     const i32 sender = kByExpert ? 0 : peer_number(owner_of(token), p.rank);
     const i64 per_sender = result_at(p, 0, 1, token) - result_at(p, 0, 0, token);
-    const auto address = [&](i32 i, i32 copy) {
+    const auto buffer = [&](i32 copy) {
       const i64 widened = (kResultVectors - 1) * column * i64{sizeof(u16)};
-      return own(result_at(p, copy, sender, token)) + widened + i / kResultVectors * per_sender +
-             16 * (i % kResultVectors);
+      return own(result_at(p, copy, sender, token)) + widened;
+    };
+    const auto offset = [&](i32 i) {
+      return i / kResultVectors * per_sender + 16 * (i % kResultVectors);
     };
     uint4 v[kCount];
-    const i32 missing = lamport::receive<kResultSentinel>(
-        v, kCount, [&](i32 i) { return address(i, copies.used); }, p.is_polite, patience);
+    const i32 missing = lamport::receive<kResultSentinel>(v, kCount, buffer(copies.used), offset,
+                                                          p.is_polite, patience);
     if (missing >= 0) give_up(p, kByExpert ? missing / kResultVectors : owner_of(token), token);
     write_output(kByExpert ? add_partials(v) : v[0], token);
     if (copies.spent < 0) return;
+    u8* const spent = buffer(copies.spent);
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) {
-      *reinterpret_cast<uint4*>(address(i, copies.spent)) = lamport::armed<kResultSentinel>();
+      *reinterpret_cast<uint4*>(spent + offset(i)) = lamport::armed<kResultSentinel>();
     }
-  }
-
-  // FP32 sums of the owners in rank order.
-  template <i32 kCount>
-  __device__ static uint4 add_partials(const uint4 (&v)[kCount]) {
-    float total[kColumns] = {};
-#pragma unroll
-    for (i32 i = 0; i < kCount; ++i) {
-      const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-#pragma unroll
-      for (i32 j = 0; j < 4; ++j) total[4 * (i % 2) + j] += __uint_as_float(words[j]);
-    }
-    return narrow(total);
   }
 };
 
@@ -280,7 +282,7 @@ __device__ void run(const Params& p, uint4* stash, RowSums::Storage& sums) {
 
 namespace cupy_moe {
 
-extern "C" __global__ void __launch_bounds__(Config::kNumThreads)
+extern "C" __global__ void __launch_bounds__(Config::kNumThreads, 1)
     finalize_rmsnorm(const __grid_constant__ Params p) {
   extern __shared__ uint4 stash[];  // [top_k, blockDim.x]
   __shared__ finalize::RowSums::Storage sums;

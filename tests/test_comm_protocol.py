@@ -1,6 +1,6 @@
 """Generations and re-arming of the receive buffers, as a model whose ranks take turns at random.
 
-The model has what the rules are about: a rank is a sequence of atomic steps, stores to a peer arrive
+A rank of the model is a sequence of atomic steps, stores to a peer arrive
 later and out of order, and a read of a word that has not arrived waits. Broken rules must show.
 """
 

@@ -13,7 +13,15 @@
 namespace cupy_moe::finalize {
 
 // Vectors in flight hide the latency of a load, and cost four registers each.
-constexpr i32 kSlotsInFlight = kNumRanks <= 2 ? 8 : 16 / kNumRanks;
+constexpr i32 kSentInFlight = kNumRanks > 4 ? 4 : 8;
+// Of a slot that is reduced there is one from every rank. NOTE: for sm_100 and later ptxas would
+// spill with eight slots of two ranks.
+#if __CUDA_ARCH__ >= 1000
+constexpr i32 kSlotsOfTwo = 4;
+#else
+constexpr i32 kSlotsOfTwo = kByExpert ? 4 : 8;
+#endif
+constexpr i32 kSlotsInFlight = kNumRanks > 2 ? 8 / kNumRanks : kSlotsOfTwo;
 
 // A warp's 256 columns of one token after another.
 struct Piece {
@@ -41,12 +49,12 @@ struct Piece {
     return lane < p.top_k ? p.index[static_cast<i64>(token) * p.top_k + lane] : -1;
   }
 
-  // Slots [first, first + kSlotsInFlight) of a range. One without a row is zeros: nothing is read,
+  // Slots [first, first + kCount) of a range. One without a row is zeros: nothing is read,
   // so that nothing of it can be NaN.
-  __device__ void load_rows(uint4 (&rows)[kSlotsInFlight], i32 index, SlotRange slots,
-                            i32 first) const {
+  template <i32 kCount>
+  __device__ void load_rows(uint4 (&rows)[kCount], i32 index, SlotRange slots, i32 first) const {
 #pragma unroll
-    for (i32 i = 0; i < kSlotsInFlight; ++i) {
+    for (i32 i = 0; i < kCount; ++i) {
       const i32 row = __shfl_sync(kFullWarp, index, slots.first + first + i);
       const bool is_valid = first + i < slots.count && row >= 0 && row < p.num_rows;
       rows[i] = make_uint4(0, 0, 0, 0);
@@ -76,18 +84,24 @@ struct Piece {
   __device__ void send_slots(i32 token, i32 copy, i32 index, SlotRange slots, i32 begin,
                              i32 end) const {
 #pragma unroll 1
-    for (i32 first = 0; first < slots.count; first += kSlotsInFlight) {
-      uint4 rows[kSlotsInFlight];
+    for (i32 first = 0; first < slots.count; first += kSentInFlight) {
+      uint4 rows[kSentInFlight];
       load_rows(rows, index, slots, first);
-      if (!in_row) continue;
+      send_rows(rows, first, slots.count, token, copy, begin, end);
+    }
+  }
+
+  template <i32 kCount>
+  __device__ void send_rows(const uint4 (&rows)[kCount], i32 first, i32 count, i32 token, i32 copy,
+                            i32 begin, i32 end) const {
+    if (!in_row) return;
 #pragma unroll 1
-      for (i32 peer = begin; peer < end; ++peer) {
-        const i32 sender = peer_number(p.rank, peer_rank(peer, p.rank));
-        u8* const to = peers(peer, rows_at(p, copy, sender, token)) + row_bytes(first);
+    for (i32 peer = begin; peer < end; ++peer) {
+      const i32 sender = peer_number(p.rank, peer_rank(peer, p.rank));
+      u8* const to = peers(peer, rows_at(p, copy, sender, token)) + row_bytes(first);
 #pragma unroll
-        for (i32 i = 0; i < kSlotsInFlight; ++i) {
-          if (first + i < slots.count) ptx::st_relaxed_sys_v4(to + row_bytes(i), rows[i]);
-        }
+      for (i32 i = 0; i < kCount; ++i) {
+        if (first + i < count) ptx::st_relaxed_sys_v4(to + row_bytes(i), rows[i]);
       }
     }
   }
@@ -101,10 +115,14 @@ struct Piece {
     return formats::decode_bf16(static_cast<const u16*>(p.weights)[slot]);
   }
 
-  __device__ void load_gain(float (&gain)[kColumns]) const {
+  __device__ uint4 load_norm_weight() const {
     uint4 v = make_uint4(0, 0, 0, 0);
     if (in_row) v = *reinterpret_cast<const uint4*>(p.norm_weight + column);
-    widen(gain, v);
+    return v;
+  }
+
+  __device__ void widen_gain(float (&gain)[kColumns], const uint4& norm_weight) const {
+    widen(gain, norm_weight);
 #pragma unroll
     for (i32 i = 0; i < kColumns; ++i) gain[i] += p.gain_center;
   }

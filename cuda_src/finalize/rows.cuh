@@ -34,6 +34,19 @@ __device__ __forceinline__ uint4 narrow(const float (&x)[kColumns]) {
                     formats::encode_bf16x2(x[4], x[5]), formats::encode_bf16x2(x[6], x[7]));
 }
 
+// Sum of FP32 partial rows, two vectors each, in order; rounded once.
+template <i32 kCount>
+__device__ __forceinline__ uint4 add_partials(const uint4 (&v)[kCount]) {
+  float total[kColumns] = {};
+#pragma unroll
+  for (i32 i = 0; i < kCount; ++i) {
+    const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+    for (i32 j = 0; j < 4; ++j) total[4 * (i % 2) + j] += __uint_as_float(words[j]);
+  }
+  return narrow(total);
+}
+
 __device__ __forceinline__ uint4 bf16_nan() {
   return make_uint4(0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u);
 }

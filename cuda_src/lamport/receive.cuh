@@ -32,17 +32,20 @@ class Patience {
   bool gave_up_;
 };
 
-// Loads `count` of up to kCount vectors from `address(i)` again and again until all their words
-// have arrived. Returns -1, or the vector that was missing when the patience ended. Between two
-// looks at all, a polite thread looks at the last one only: polls hold up the stores that they wait
-// for.
-template <u32 kSentinel, i32 kCount, typename Address>
-__device__ __forceinline__ i32 receive(uint4 (&v)[kCount], i32 count, Address address,
+// Loads `count` of up to kCount vectors from `from + offset(i)`, again and again those of which a
+// word has not arrived. Returns -1, or the vector that was missing when the patience ended. Between
+// two looks at all, a polite thread looks at the last one only: polls hold up the stores that they
+// wait for.
+template <u32 kSentinel, i32 kCount, typename Offset>
+__device__ __forceinline__ i32 receive(uint4 (&v)[kCount], i32 count, const u8* from, Offset offset,
                                        bool is_polite, Patience& patience) {
+#pragma unroll
+  for (i32 i = 0; i < kCount; ++i) v[i] = i < count ? armed<kSentinel>() : make_uint4(0, 0, 0, 0);
   while (true) {
+    const u8* const at = ptx::opaque(from);
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) {
-      v[i] = i < count ? ptx::ld_relaxed_sys_v4(address(i)) : make_uint4(0, 0, 0, 0);
+      if (is_armed<kSentinel>(v[i])) v[i] = ptx::ld_relaxed_sys_v4(at + offset(i));
     }
     i32 missing = -1;
 #pragma unroll
@@ -51,7 +54,7 @@ __device__ __forceinline__ i32 receive(uint4 (&v)[kCount], i32 count, Address ad
     }
     if (missing < 0 || patience.is_exhausted()) return missing;
     if (is_polite) {
-      const void* const last = address(count - 1);
+      const u8* const last = at + offset(count - 1);
       while (is_armed<kSentinel>(ptx::ld_relaxed_sys_v4(last)) && !patience.is_exhausted()) {
       }
     }

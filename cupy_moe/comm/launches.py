@@ -25,7 +25,7 @@ from cupy_moe.runtime.occupancy import resident_clusters
 __all__ = ["REPORT_WORDS", "Call", "Launcher"]
 
 REPORT_WORDS = 8
-POLITE_TOKENS = 16  # more of them are waited for politely
+POLITE_TOKENS = 8  # more of them are waited for politely
 _MAX_PLANS = 1024
 
 

@@ -239,7 +239,9 @@ def _padded(addresses: Sequence[int]) -> Addresses:
 
 
 def _import_nccl() -> Library:
-    nccl = import_cupy().cuda.nccl
+    import_cupy()
+    from cupy.cuda import nccl
+
     if not nccl.available:
         raise RuntimeError('NCCL is not installed: pip install "nvidia-nccl-cu13>=2.27"')
     return nccl
