@@ -32,8 +32,8 @@ __device__ __forceinline__ void st_relaxed_sys(i32* p, i32 value) {
   asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-// The same address, of which the compiler does not know that: sums with it are not kept in registers
-// across a loop.
+// The same address, of which the compiler does not know that: sums with it are not kept in
+// registers across a loop.
 __device__ __forceinline__ const u8* opaque(const u8* p) {
   asm volatile("" : "+l"(p));
   return p;

@@ -117,11 +117,11 @@ def need_gpus(count: int) -> None:
 
 
 def run_processes(
-    scenario: str, folder: Path, size: int = 2, timeout_s: float = 150.0, **env: str
+    scenarios: str, folder: Path, size: int = 2, timeout_s: float = 60.0, **env: str
 ) -> list[str]:
-    """Run a scenario of ``tests.gpu.finalize_process`` as ``size`` processes; what each printed."""
+    """Run scenarios of ``tests.gpu.finalize_process`` on ``size`` processes; what each printed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    command = [sys.executable, "-m", "tests.gpu.finalize_process", scenario]
+    command = [sys.executable, "-m", "tests.gpu.finalize_process", scenarios]
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(size), str(folder)],
@@ -135,12 +135,14 @@ def run_processes(
     ]
     try:
         return [process.communicate(timeout=timeout_s)[0] for process in processes]
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"ranks hang in {scenarios}: {error.output!r}") from error
     finally:
         for process in processes:
             process.kill()
 
 
-def assert_done(outputs: list[str]) -> None:
-    """Every rank must have come to its end."""
+def assert_done(outputs: list[str], scenario: str) -> None:
+    """Every rank must have come to the end of the scenario."""
     for rank, output in enumerate(outputs):
-        assert "RANK DONE" in output, f"rank {rank}:\n{output[-4000:]}"
+        assert f"DONE {scenario}\n" in output, f"rank {rank}:\n{output[-4000:]}"

@@ -184,7 +184,9 @@ def test_eager_calls_and_graphs_of_one_to_three_calls(cupy: Any) -> None:
 def test_late_ranks(scheme: FinalizeScheme, cupy: Any) -> None:
     """Ranks behind kernels that sleep or sweep the L2 cache."""
     sleep = cupy.RawKernel(
-        'extern "C" __global__ void nap(int us) { for (int i = 0; i < us; ++i) __nanosleep(1000); }',
+        r"""extern "C" __global__ void nap(int microseconds) {
+          for (int i = 0; i < microseconds; ++i) __nanosleep(1000);
+        }""",
         "nap",
     )
     case = make_case(2, 12, hidden_size=1024)
@@ -274,7 +276,7 @@ def test_a_rank_that_does_not_come(scheme: FinalizeScheme, cupy: Any) -> None:
             start = time.monotonic()
             for out in outs:
                 rank.enqueue(case, arrays, out)
-            with pytest.raises(PeerTimeoutError, match="rank 1 waited 0.3 s for rank 0") as caught:
+            with pytest.raises(PeerTimeoutError, match="rank 1 waited") as caught:
                 rank.synchronize()
             assert time.monotonic() - start < 5
             assert (caught.value.call, caught.value.num_tokens) == (2, 6)
