@@ -100,7 +100,8 @@ def random_calls(group: Group) -> None:
             wrong[...] += (out != right[num_tokens].view(np.uint16)).sum()
             out.fill(0x7FC1)
 
-        compare(1)
+        for t in sizes:  # compiles what compares, before any rank waits for another
+            compare(t)
         rank.synchronize()
         wrong.fill(0)
         graphs = []
@@ -218,7 +219,8 @@ def allocators(group: Group) -> None:
     torch.cuda.set_device(device)
     small = [torch.zeros(1000, device="cuda") for _ in range(50)]
     case = make_case(group.size, 3, hidden_size=1024)
-    for pool in (cupy.cuda.MemoryAsyncPool().malloc, cupy.cuda.MemoryPool().malloc):
+    managed = cupy.cuda.MemoryPool(cupy.cuda.malloc_managed)
+    for pool in (cupy.cuda.MemoryAsyncPool().malloc, managed.malloc):
         with cupy.cuda.Device(device), cupy.cuda.using_allocator(pool):
             rank = GpuRank(group, case, device)
             case.check(rank.run(case)[0])
@@ -260,9 +262,11 @@ def layer(group: Group) -> None:
         norm_weight = to_library(np.ones(512, BF16), "cupy")
         out = cupy.full((9, 512), NAN, np.uint16).view(BF16)
 
+        kept = []  # what a graph of CuPy refers to must not be handed out again
+
         def run() -> None:
-            unfinalized = trtllm_fp8_per_tensor_scale_routed_moe(**arguments)
-            tp_moe_finalize_rmsnorm(*unfinalized, norm_weight, out, **options)
+            kept.append(trtllm_fp8_per_tensor_scale_routed_moe(**arguments))
+            tp_moe_finalize_rmsnorm(*kept[-1], norm_weight, out, **options)
 
         run()
         stream.synchronize()
@@ -310,11 +314,11 @@ def shard_layer(whole: Fp8Layer, rank: int, size: int) -> Fp8Layer:
 def check_layer(out: np.ndarray, expected: np.ndarray) -> None:
     """Compare with the whole layer, token by token.
 
-    The parts and their sum are rounded to BF16 (RMS error 1.1e-3 each), so is the whole row; the
-    rest is the FP32 order of half as many products.
+    The parts, their sum, the whole row and the output are rounded to BF16 (RMS error 1.1e-3 each,
+    2.5e-3 together); tensor cores add the rest when they sum half as many FP8 products.
     """
     error = np.linalg.norm(decode_bf16(out) - expected, axis=1)
-    assert (error <= 4e-3 * np.linalg.norm(expected, axis=1)).all(), error
+    assert (error <= 6e-3 * np.linalg.norm(expected, axis=1)).all(), error
 
 
 SCENARIOS: dict[str, Any] = {

@@ -44,7 +44,7 @@ class GpuRank:
             self.own_stream = cupy.cuda.Stream(non_blocking=True)
             self.stream = stream or self.own_stream.ptr
             self.workspace = FinalizeWorkspace(
-                group, device, **{**sizes, "timeout_s": 5.0, **options}
+                group, device, **{**sizes, "timeout_s": 10.0, **options}
             )
 
     def upload(self, case: FinalizeCase) -> tuple[Any, ...]:

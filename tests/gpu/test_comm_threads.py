@@ -190,7 +190,7 @@ def test_late_ranks(scheme: FinalizeScheme, cupy: Any) -> None:
         "nap",
     )
     case = make_case(2, 12, hidden_size=1024)
-    sleep((1,), (1,), (1,))
+    sleep((1,), (1,), (np.int32(1),))
 
     def work(group: Group) -> None:
         rank = GpuRank(group, case, limits=LIMITS[scheme])
@@ -203,7 +203,7 @@ def test_late_ranks(scheme: FinalizeScheme, cupy: Any) -> None:
         for out in outputs:
             with rank.own_stream:
                 if delays.random() < 0.4:
-                    sleep((1,), (1,), (delays.randrange(300),))
+                    sleep((1,), (1,), (np.int32(delays.randrange(300)),))
                 if delays.random() < 0.2:
                     sweep += 1
             rank.enqueue(case, arrays, out)
