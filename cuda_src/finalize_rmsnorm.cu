@@ -85,7 +85,8 @@ struct Exchange : Piece {
       if (kNumPeers > 0) {
         add_peers(rows, first, slots.count, token, copies.used);
       } else {
-        add_nothing(rows);
+#pragma unroll
+        for (uint4& row : rows) row = sum_of_two(row, make_uint4(0, 0, 0, 0));
       }
       float squares[kSlotsInFlight];
       sum_squares(squares, rows, norm_weight);
@@ -124,25 +125,20 @@ struct Exchange : Piece {
     if (missing >= 0) give_up(p, peer_rank(missing % kPeers, p.rank), token);
 #pragma unroll
     for (i32 i = 0; i < kSlotsInFlight; ++i) {
-      float sum[kColumns] = {};
-#pragma unroll
-      for (i32 peer = 0; peer < kNumPeers; ++peer) {
-        if (peer == p.rank) add(sum, rows[i]);
-        add(sum, theirs[i * kPeers + peer]);
-      }
-      if (p.rank == kNumPeers) add(sum, rows[i]);
-      rows[i] = patience.gave_up() ? bf16_nan() : narrow(sum);
+      rows[i] = patience.gave_up() ? bf16_nan() : sum_over_ranks(rows[i], theirs + i * kPeers);
     }
   }
 
-  // What a sum from +0.0 over one rank does: -0.0 becomes +0.0.
-  __device__ static void add_nothing(uint4 (&rows)[kSlotsInFlight]) {
+  __device__ uint4 sum_over_ranks(const uint4& own, const uint4* theirs) const {
+    if constexpr (kNumPeers == 1) return sum_of_two(own, theirs[0]);
+    float sum[kColumns] = {};
 #pragma unroll
-    for (i32 i = 0; i < kSlotsInFlight; ++i) {
-      float sum[kColumns] = {};
-      add(sum, rows[i]);
-      rows[i] = narrow(sum);
+    for (i32 peer = 0; peer < kNumPeers; ++peer) {
+      if (peer == p.rank) add(sum, own);
+      add(sum, theirs[peer]);
     }
+    if (p.rank == kNumPeers) add(sum, own);
+    return narrow(sum);
   }
 
   __device__ void sum_squares(float (&squares)[kSlotsInFlight], const uint4 (&rows)[kSlotsInFlight],
@@ -153,35 +149,35 @@ struct Exchange : Piece {
     for (i32 i = 0; i < kSlotsInFlight; ++i) {
       float x[kColumns];
       widen(x, rows[i]);
+      if (p.weight_before_norm) {
+#pragma unroll
+        for (i32 j = 0; j < kColumns; ++j) x[j] *= gain[j];
+      }
       squares[i] = 0.0f;
 #pragma unroll
-      for (i32 j = 0; j < kColumns; ++j) {
-        const float v = p.weight_before_norm ? x[j] * gain[j] : x[j];
-        squares[i] += v * v;
-      }
+      for (i32 j = 0; j < kColumns; ++j) squares[i] += x[j] * x[j];
       if (!in_row) squares[i] = 0.0f;
     }
   }
 
-  // y = (row * gain) * rstd or (row * rstd) * gain, times the weight of the slot.
+  // Sum of row * gain * rstd * weight over the slots; the gain of a column is common to all of
+  // them.
   __device__ void add_normalized(float (&total)[kColumns], SlotRange slots,
                                  const uint4& norm_weight, float rstd, float weight) const {
-    float gain[kColumns];
-    widen_gain(gain, norm_weight);
     const i32 lanes = RowSums::lanes_per_slot(slots.count);
 #pragma unroll 4
     for (i32 i = 0; i < slots.count; ++i) {
-      const float scale = __shfl_sync(kFullWarp, rstd, i * lanes);
-      const float w = __shfl_sync(kFullWarp, weight, slots.first + i);
+      const float scale =
+          __shfl_sync(kFullWarp, rstd, i * lanes) * __shfl_sync(kFullWarp, weight, slots.first + i);
       float x[kColumns];
       widen(x, stash[i * blockDim.x]);
 #pragma unroll
-      for (i32 j = 0; j < kColumns; ++j) {
-        const float first = p.weight_before_norm ? gain[j] : scale;
-        const float second = p.weight_before_norm ? scale : gain[j];
-        total[j] += x[j] * first * second * w;
-      }
+      for (i32 j = 0; j < kColumns; ++j) total[j] += x[j] * scale;
     }
+    float gain[kColumns];
+    widen_gain(gain, norm_weight);
+#pragma unroll
+    for (i32 j = 0; j < kColumns; ++j) total[j] *= gain[j];
   }
 
   __device__ void rearm_rows(i32 count, i32 token, i32 copy) const {
@@ -259,7 +255,7 @@ struct Exchange : Piece {
 // Tokens are sent one ahead of the reduction, so that the wires are never idle, and results are
 // received two behind it, so that no owner waits for one while others wait for it.
 __device__ void run(const Params& p, uint4* stash, RowSums::Storage& sums) {
-  constexpr i32 kBehind = 2;
+  constexpr i32 kBehind = kScheme == FinalizeScheme::EveryRank ? 0 : 2;
   Exchange exchange(p, stash, sums);
   const i32 cluster_size = ptx::cluster_nctarank();
   const i32 step = static_cast<i32>(gridDim.x) / cluster_size;

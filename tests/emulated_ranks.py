@@ -205,6 +205,7 @@ def run_ranks(size: int, work: Callable[[Group], Any], timeout_s: float = 120.0)
             results[rank] = work(group.ranks[rank])
         except BaseException as error:
             errors.append(error)
+            group.abort()
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

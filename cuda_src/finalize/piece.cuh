@@ -61,7 +61,6 @@ struct Piece {
       if (in_row && is_valid) {
         rows[i] = __ldcs(reinterpret_cast<const uint4*>(p.gemm2 + row * p.row_stride + column));
       }
-      rows[i] = lamport::scrubbed<kRowSentinel>(rows[i]);
     }
   }
 
@@ -101,7 +100,8 @@ struct Piece {
       u8* const to = peers(peer, rows_at(p, copy, sender, token)) + row_bytes(first);
 #pragma unroll
       for (i32 i = 0; i < kCount; ++i) {
-        if (first + i < count) ptx::st_relaxed_sys_v4(to + row_bytes(i), rows[i]);
+        if (first + i < count)
+          ptx::st_relaxed_sys_v4(to + row_bytes(i), lamport::scrubbed<kRowSentinel>(rows[i]));
       }
     }
   }

@@ -5,6 +5,7 @@
 #include "common/warp.cuh"
 #include "formats/bf16.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/fma.cuh"
 
 namespace cupy_moe::finalize {
 
@@ -27,6 +28,18 @@ __device__ __forceinline__ void add(float (&sum)[kColumns], const uint4& v) {
   widen(x, v);
 #pragma unroll
   for (i32 i = 0; i < kColumns; ++i) sum[i] += x[i];
+}
+
+// BF16 sum of two BF16 rows from +0.0. The same bits as an FP32 sum that is then rounded: 24 bits
+// are enough for a second rounding to 8 to change nothing, and only -0.0 twice would stay -0.0.
+__device__ __forceinline__ u32 sum_of_two(u32 a, u32 b) {
+  constexpr u32 kOnes = 0x3F803F80u;
+  return ptx::fma_rn_bf16x2(ptx::fma_rn_bf16x2(a, kOnes, b), kOnes, 0u);
+}
+
+__device__ __forceinline__ uint4 sum_of_two(const uint4& a, const uint4& b) {
+  return make_uint4(sum_of_two(a.x, b.x), sum_of_two(a.y, b.y), sum_of_two(a.z, b.z),
+                    sum_of_two(a.w, b.w));
 }
 
 __device__ __forceinline__ uint4 narrow(const float (&x)[kColumns]) {

@@ -192,6 +192,10 @@ class ThreadGroup:
         self._data: list[bytes] = [b""] * size
         self.ranks: list[Group] = [_ThreadRank(self, rank, size) for rank in range(size)]
 
+    def abort(self) -> None:
+        """Break the waits of all threads, now and later: one of them cannot go on."""
+        self._barrier.abort()
+
     def exchange(self, rank: int, data: bytes) -> list[bytes]:
         """Give the bytes of one rank and take those of all."""
         self._data[rank] = data

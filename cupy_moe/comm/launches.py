@@ -89,11 +89,13 @@ class Launcher:
             scheme: load(FinalizeRmsnormConfig(scheme, layout.num_ranks).spec(), device)
             for scheme in (one_rank if layout.num_ranks == 1 else FinalizeScheme)
         }
+        self._is_shared = False
         self._plans: dict[tuple[FinalizeScheme, int, int], _Plan] = {}
 
     def share_device(self, num_ranks: int) -> None:
         """Leave multiprocessors to other ranks on the device: all must be resident at once."""
         self._granted = max(1, self._num_sms // num_ranks)
+        self._is_shared = num_ranks > 1
 
     def bind(self, call: Call, first: int, count: int, step: Step) -> BoundLaunch:
         """Prepare a launch for tokens [first, first + count)."""
@@ -137,7 +139,8 @@ class Launcher:
             block=shape.num_threads,
             smem=shape.smem,
             stream=call.stream,
-            pdl=self._has_clusters and step.phases == Phases.All,
+            # Blocks that are launched early could take the place of another rank's on the device.
+            pdl=self._has_clusters and step.phases == Phases.All and not self._is_shared,
             cluster=shape.num_blocks,
         )
 

@@ -41,6 +41,7 @@ from cupy_moe.weights.layouts import (
     unprepare_gemm1_weights,
     unprepare_gemm2_weights,
 )
+from tests.emulated_ranks import run_ranks
 from tests.finalize_cases import BF16, NAN, FinalizeCase, golden_case, make_case, tricky_case
 from tests.gpu.finalize_ranks import LIMITS, GpuRank, to_bits
 
@@ -53,21 +54,21 @@ def device_of(rank: int) -> int:
 
 
 def golden(group: Group) -> None:
-    for limits in LIMITS.values():
-        for name in ("c0", "c1", "c2", "c3"):
-            case = golden_case(group.size, name)
-            rank = GpuRank(group, case, device_of(group.rank), limits=limits)
-            for out in rank.run(case, 4):
-                case.check(out)
-            rank.workspace.close()
+    cases = [golden_case(group.size, name) for name in ("c0", "c1", "c2", "c3")]
+    check_schemes(group, cases, num_calls=4)
 
 
 def tricky(group: Group) -> None:
+    check_schemes(group, [tricky_case(group.size, shift) for shift in range(6)], num_calls=1)
+
+
+def check_schemes(group: Group, cases: list[FinalizeCase], num_calls: int) -> None:
+    """Run cases of equal sizes through a workspace of each scheme."""
     for limits in LIMITS.values():
-        cases = [tricky_case(group.size, shift) for shift in range(6)]
         rank = GpuRank(group, cases[0], device_of(group.rank), limits=limits)
         for case in cases:
-            case.check(rank.run(case)[0])
+            for out in rank.run(case, num_calls):
+                case.check(out)
         rank.workspace.close()
 
 
@@ -129,19 +130,30 @@ def random_calls(group: Group) -> None:
 
 
 def nccl(group: Group) -> None:
+    """The same bits as by stores into the peers' memory; without NCCL, it is named as missing."""
+    try:
+        from cupy.cuda import nccl as library
+
+        reason = None if library.available else "NCCL is not installed"
+    except ImportError as error:
+        reason = f"CuPy has no NCCL: {error}"
+    if reason is not None:
+        with pytest.raises(RuntimeError, match="no workspace"):
+            GpuRank(group, make_case(2, 1), device_of(group.rank), transport="nccl")
+        print("SKIPPED nccl:", reason, flush=True)
+        return
     for scheme, limits in LIMITS.items():
-        for num_tokens in (1, 6, 23):
-            case = make_case(group.size, num_tokens, hidden_size=1024, seed=num_tokens)
-            outputs = []
-            for transport in ("ipc", "nccl"):
-                device = device_of(group.rank)
-                rank = GpuRank(group, case, device, limits=limits, transport=transport)
-                assert rank.workspace.transport.name == transport
-                outputs += rank.run(case, 3)
-                rank.workspace.close()
-            case.check(outputs[0])
-            for out in outputs[1:]:
-                np.testing.assert_array_equal(out, outputs[0], err_msg=scheme.name)
+        cases = [make_case(group.size, t, hidden_size=1024, seed=t) for t in (1, 6, 23)]
+        outputs = []
+        for transport in ("ipc", "nccl"):
+            device = device_of(group.rank)
+            rank = GpuRank(group, cases[0], device, limits=limits, transport=transport)
+            assert rank.workspace.transport.name == transport
+            outputs.append([rank.run(case, 2) for case in cases])
+            rank.workspace.close()
+        for case, stored, sent in zip(cases, *outputs, strict=True):
+            case.check(stored[0])
+            np.testing.assert_array_equal(np.stack(stored), np.stack(sent), err_msg=scheme.name)
 
 
 def killed(group: Group) -> None:
@@ -229,20 +241,33 @@ def allocators(group: Group) -> None:
 
 
 def two_groups(world: Group) -> None:
-    """Ranks 0, 1 and 2, 3 at once on two GPUs, with equal random seeds; then 1, 3."""
+    """Ranks 0, 1 and 2, 3 of four at once on two GPUs, then 1, 3; with equal random seeds.
+
+    Ranks q and q + 2 are threads of process q, so rank 3 is on GPU 1.
+    """
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 (what a caller's framework may do)
-    store = FileStore(sys.argv[4])
+    store = FileStore(Path(sys.argv[4]) / "groups", timeout_s=5.0)
     case = make_case(2, 5, hidden_size=1024)
-    for members in ([0, 1], [2, 3], [1, 3]):
-        if world.rank in members:
-            name = "-".join(map(str, members))
-            own = StoreGroup(members.index(world.rank), 2, store, name)
-            device = own.rank  # a GPU is shared by two processes of different groups
-            rank = GpuRank(own, case, device, timeout_s=20.0)
-            for out in rank.run(case, 3):
-                case.check(out)
-            rank.workspace.close()
+
+    def work(members: list[int], rank: int, all_ranks: Group) -> None:
+        own = StoreGroup(members.index(rank), 2, store, "-".join(map(str, members)))
+        gpu = GpuRank(own, case, device_of(rank % 2))
+        arrays, outputs = gpu.upload(case), [gpu.output(case) for _ in range(3)]
+        all_ranks.barrier()  # no copy of a thread may wait for a launch of the other
+        for out in outputs:
+            gpu.enqueue(case, arrays, out)
+        gpu.synchronize()
+        for out in outputs:
+            case.check(to_bits(out))
+        gpu.workspace.close()
+
+    def pair(thread: Group) -> None:
+        rank = world.rank + 2 * thread.rank
+        work([[0, 1], [2, 3]][thread.rank], rank, StoreGroup(rank, 4, store, "all"))
+
+    run_ranks(2, pair, timeout_s=10.0)
+    if world.rank == 1:
+        run_ranks(2, lambda thread: work([1, 3], 1 + 2 * thread.rank, thread), timeout_s=10.0)
     world.barrier()
 
 
@@ -256,7 +281,9 @@ def layer(group: Group) -> None:
     device = device_of(group.rank)
     options = {"eps": 1e-6, "gain_center": 0.0, "weight_before_norm": False}
     with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
-        assert init_tp_moe_finalize_rmsnorm(group, device=device, hidden_size=512, top_k=2)
+        assert init_tp_moe_finalize_rmsnorm(
+            group, device=device, hidden_size=512, top_k=2, timeout_s=5.0
+        )
         shard = shard_layer(whole, group.rank, group.size)
         arguments = move_arguments(shard.arguments(hidden, topk, do_finalize=False), "cupy")
         norm_weight = to_library(np.ones(512, BF16), "cupy")
@@ -342,7 +369,7 @@ assert set(LIMITS) == set(FinalizeScheme)
 def main() -> None:
     """Run scenarios one after another."""
     scenarios, rank, size, folder = sys.argv[1:]
-    group = StoreGroup(int(rank), int(size), FileStore(Path(folder), timeout_s=40.0))
+    group = StoreGroup(int(rank), int(size), FileStore(Path(folder), timeout_s=8.0))
     for scenario in scenarios.split(","):
         SCENARIOS[scenario](group)
         print("DONE", scenario, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ class GpuRank:
             self.own_stream = cupy.cuda.Stream(non_blocking=True)
             self.stream = stream or self.own_stream.ptr
             self.workspace = FinalizeWorkspace(
-                group, device, **{**sizes, "timeout_s": 10.0, **options}
+                group, device, **{**sizes, "timeout_s": 2.0, **options}
             )
 
     def upload(self, case: FinalizeCase) -> tuple[Any, ...]:
@@ -117,7 +118,7 @@ def need_gpus(count: int) -> None:
 
 
 def run_processes(
-    scenarios: str, folder: Path, size: int = 2, timeout_s: float = 60.0, **env: str
+    scenarios: str, folder: Path, size: int = 2, timeout_s: float = 15.0, **env: str
 ) -> list[str]:
     """Run scenarios of ``tests.gpu.finalize_process`` on ``size`` processes; what each printed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
@@ -133,13 +134,18 @@ def run_processes(
         )
         for rank in range(size)
     ]
-    try:
-        return [process.communicate(timeout=timeout_s)[0] for process in processes]
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"ranks hang in {scenarios}: {error.output!r}") from error
-    finally:
-        for process in processes:
-            process.kill()
+    end = time.monotonic() + timeout_s
+    outputs = []
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for hanging in processes:
+                hanging.kill()
+    for process in processes:
+        assert process.stdout is not None
+        outputs.append(process.stdout.read())
+    return outputs
 
 
 def assert_done(outputs: list[str], scenario: str) -> None:

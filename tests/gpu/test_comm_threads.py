@@ -29,18 +29,28 @@ def cupy() -> Any:
     return pytest.importorskip("cupy")
 
 
-def outputs_of(case: Any, num_calls: int = 4, **options: Any) -> np.ndarray:
-    """The output, the same on all ranks and in all calls."""
+def run_on_gpu(size: int, work: Any) -> list[Any]:
+    """Threads as ranks; what hangs has failed after some seconds."""
+    return run_ranks(size, work, timeout_s=10.0)
 
-    def work(group: Group) -> list[np.ndarray]:
-        rank = GpuRank(group, case, **options)
-        outputs = rank.run(case, num_calls)
+
+def check_all(cases: list[Any], num_calls: int = 3, **options: Any) -> list[np.ndarray]:
+    """Cases of equal sizes on one workspace: right, and the same on all ranks and in all calls."""
+
+    def work(group: Group) -> list[list[np.ndarray]]:
+        rank = GpuRank(group, cases[0], **options)
+        outputs = [rank.run(case, num_calls) for case in cases]
         rank.workspace.close()
         return outputs
 
-    outputs = list(itertools.chain.from_iterable(run_ranks(case.num_ranks, work)))
-    assert_all_equal(outputs)
-    return outputs[0]
+    of_ranks = run_on_gpu(cases[0].num_ranks, work)
+    found = []
+    for number, case in enumerate(cases):
+        outputs = list(itertools.chain.from_iterable(of_rank[number] for of_rank in of_ranks))
+        assert_all_equal(outputs)
+        case.check(outputs[0])
+        found.append(outputs[0])
+    return found
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -48,10 +58,9 @@ def outputs_of(case: Any, num_calls: int = 4, **options: Any) -> np.ndarray:
 
 @SCHEMES
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", ["c0", "c1", "c2", "c3"])
-def test_golden_vectors(scheme: FinalizeScheme, num_ranks: int, name: str) -> None:
-    case = golden_case(num_ranks, name)
-    case.check(outputs_of(case, limits=LIMITS[scheme]))
+def test_golden_vectors(scheme: FinalizeScheme, num_ranks: int) -> None:
+    cases = [golden_case(num_ranks, name) for name in ("c0", "c1", "c2", "c3")]
+    check_all(cases, limits=LIMITS[scheme])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -65,46 +74,43 @@ def test_golden_vectors_on_green_contexts(num_ranks: int) -> None:
             rank.workspace.close()
             return outputs
 
-        for outputs in run_ranks(num_ranks, work):
+        for outputs in run_on_gpu(num_ranks, work):
             for out in outputs:
                 case.check(out)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 64])
-def test_ranks_and_tokens(num_ranks: int, num_tokens: int) -> None:
-    case = make_case(num_ranks, num_tokens, hidden_size=1024, weights=ml_dtypes.bfloat16)
-    case.check(outputs_of(case))
+def test_ranks_and_tokens(num_ranks: int) -> None:
+    options = {"hidden_size": 1024, "weights": ml_dtypes.bfloat16}
+    check_all([make_case(num_ranks, t, **options) for t in (1, 2, 15, 16, 17, 64)])
 
 
 @SCHEMES
 @pytest.mark.parametrize(
     ("num_ranks", "num_tokens", "hidden_size", "top_k"),
-    [(2, 5, 2880, 4), (2, 17, 16384, 32), (4, 37, 264, 6), (8, 30, 8, 1), (8, 20, 1000, 7)],
+    [(2, 5, 2880, 4), (2, 17, 16384, 32), (4, 37, 264, 6), (8, 20, 1000, 7)],
 )
 def test_other_sizes(
     scheme: FinalizeScheme, num_ranks: int, num_tokens: int, hidden_size: int, top_k: int
 ) -> None:
     case = make_case(num_ranks, num_tokens, hidden_size=hidden_size, top_k=top_k, before=True)
-    case.check(outputs_of(case, limits=LIMITS[scheme]))
+    check_all([case], limits=LIMITS[scheme])
 
 
 def test_more_tokens_than_a_launch_has() -> None:
-    case = make_case(2, 301, hidden_size=512)
-    case.check(outputs_of(case, max_tokens=128))
+    check_all([make_case(2, 301, hidden_size=512)], max_tokens=128)
 
 
 def test_one_rank_and_many_tokens() -> None:
-    case = make_case(1, 3000, hidden_size=512, top_k=2)
-    case.check(outputs_of(case))
+    check_all([make_case(1, 1000, hidden_size=512, top_k=2)])
 
 
 def test_a_token_does_not_depend_on_the_batch() -> None:
-    case = make_case(2, 200, hidden_size=4096, top_k=2)
-    whole = outputs_of(case, 1, limits=LIMITS[FinalizeScheme.TokenOwner], max_tokens=256)
-    few = make_case(2, 200, hidden_size=4096, top_k=2)
+    case = make_case(2, 150, hidden_size=4096, top_k=2)
+    (whole,) = check_all([case], 1, limits=LIMITS[FinalizeScheme.TokenOwner], max_tokens=256)
+    few = make_case(2, 150, hidden_size=4096, top_k=2)
     few.index, few.weights = [index[:3] for index in case.index], case.weights[:3]
-    first = outputs_of(few, 1, limits=LIMITS[FinalizeScheme.EveryRank])
+    (first,) = check_all([few], 1, limits=LIMITS[FinalizeScheme.EveryRank])
     np.testing.assert_array_equal(first, whole[:3])
 
 
@@ -125,7 +131,7 @@ def test_words_around_the_sentinel(scheme: FinalizeScheme, in_graph: bool) -> No
             case.check(to_bits(out))
         rank.workspace.close()
 
-    run_ranks(2, work)
+    run_on_gpu(2, work)
 
 
 def enqueue_all(rank: GpuRank, calls: list[Any], in_graph: bool) -> None:
@@ -177,7 +183,7 @@ def test_eager_calls_and_graphs_of_one_to_three_calls(cupy: Any) -> None:
             case.check(to_bits(out))
         rank.workspace.close()
 
-    run_ranks(2, work)
+    run_on_gpu(2, work)
 
 
 @SCHEMES
@@ -212,7 +218,7 @@ def test_late_ranks(scheme: FinalizeScheme, cupy: Any) -> None:
             case.check(to_bits(out))
         rank.workspace.close()
 
-    run_ranks(2, work)
+    run_on_gpu(2, work)
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -234,7 +240,7 @@ def test_two_streams_take_turns(cupy: Any) -> None:
             case.check(to_bits(out))
         rank.workspace.close()
 
-    run_ranks(2, work)
+    run_on_gpu(2, work)
 
 
 def test_two_streams_in_one_capture(cupy: Any) -> None:
@@ -257,7 +263,59 @@ def test_two_streams_in_one_capture(cupy: Any) -> None:
             first.end_capture()
         rank.workspace.close()
 
-    run_ranks(1, work)
+    run_on_gpu(1, work)
+
+
+PRODUCER = r"""
+extern "C" __global__ void produce(const uint4* from, uint4* to, int count, int microseconds) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (int i = 0; i < microseconds; ++i) __nanosleep(1000);
+  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
+}
+"""
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_a_slow_producer_that_lets_its_successor_start(in_graph: bool, cupy: Any) -> None:
+    if int(cupy.cuda.Device(0).compute_capability) < 90:
+        pytest.skip("programmatic dependent launch needs compute capability 9.0")
+    produce = cupy.RawKernel(PRODUCER, "produce")
+    case = make_case(1, 1, hidden_size=1024)
+
+    def work(group: Group) -> None:
+        rank = GpuRank(group, case)
+        source, *others = rank.upload(case)
+        rows, out = cupy.empty_like(source.view(np.uint16)), rank.output(case)
+        count = rows.nbytes // 16
+
+        def step() -> None:
+            with rank.own_stream:
+                rows.fill(0x7FC1)
+                sizes = (np.int32(count), np.int32(100))
+                produce((1,), (256,), (source.view(np.uint16), rows, *sizes))
+            rank.enqueue(case, (rows.view(source.dtype), *others), out)
+
+        with rank.own_stream as stream:
+            step()
+            rank.synchronize()
+            case.check(to_bits(out))
+            if in_graph:
+                stream.begin_capture()
+                step()
+                graph = stream.end_capture()
+            expected = to_bits(out)
+            for _ in range(30):
+                out.view(np.uint16).fill(0)
+                if in_graph:
+                    graph.launch(stream)
+                else:
+                    step()
+                copied = out.view(np.uint16).copy()  # the consumer
+                rank.synchronize()
+                np.testing.assert_array_equal(copied.get(), expected)
+        rank.workspace.close()
+
+    run_on_gpu(1, work)
 
 
 # --- ranks that do not come -----------------------------------------------------------------------
@@ -288,7 +346,7 @@ def test_a_rank_that_does_not_come(scheme: FinalizeScheme, cupy: Any) -> None:
             rank.workspace.close()
         group.barrier()
 
-    run_ranks(2, work)
+    run_on_gpu(2, work)
 
 
 def test_hundred_workspaces_leave_no_memory(cupy: Any) -> None:
@@ -304,4 +362,4 @@ def test_hundred_workspaces_leave_no_memory(cupy: Any) -> None:
                 group.barrier()
         assert free[0] - free[1] <= 1 << 20
 
-    run_ranks(2, work)
+    run_on_gpu(2, work)
