@@ -10,6 +10,7 @@ import pytest
 
 from cupy_moe.comm import (
     ThreadGroup,
+    check_tp_moe_finalize_rmsnorm,
     close_tp_moe_finalize_rmsnorm,
     init_tp_moe_finalize_rmsnorm,
     supports_tp_moe_finalize_rmsnorm,
@@ -102,6 +103,12 @@ def init(**changes: Any) -> bool:
 def test_not_initialized() -> None:
     with pytest.raises(ValueError, match="contract: the operation is not initialized"):
         call()
+
+
+def test_check_has_nothing_to_say() -> None:
+    check_tp_moe_finalize_rmsnorm()
+    assert init()
+    check_tp_moe_finalize_rmsnorm()
 
 
 def test_initialized_twice() -> None:

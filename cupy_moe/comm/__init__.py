@@ -2,6 +2,7 @@
 
 from cupy_moe.comm.errors import PeerTimeoutError
 from cupy_moe.comm.finalize_rmsnorm import (
+    check_tp_moe_finalize_rmsnorm,
     close_tp_moe_finalize_rmsnorm,
     init_tp_moe_finalize_rmsnorm,
     supports_tp_moe_finalize_rmsnorm,
@@ -15,6 +16,7 @@ __all__ = [
     "PeerTimeoutError",
     "StoreGroup",
     "ThreadGroup",
+    "check_tp_moe_finalize_rmsnorm",
     "close_tp_moe_finalize_rmsnorm",
     "init_tp_moe_finalize_rmsnorm",
     "supports_tp_moe_finalize_rmsnorm",

@@ -26,6 +26,7 @@ from cupy_moe.runtime.requirements import import_cupy
 from cupy_moe.validate import MIN_COMPUTE_CAPABILITY, ArrayLike
 
 __all__ = [
+    "check_tp_moe_finalize_rmsnorm",
     "close_tp_moe_finalize_rmsnorm",
     "init_tp_moe_finalize_rmsnorm",
     "supports_tp_moe_finalize_rmsnorm",
@@ -210,6 +211,21 @@ def close_tp_moe_finalize_rmsnorm() -> None:
         _registry.clear()
         if state.workspace is not None:
             state.workspace.close()
+
+
+def check_tp_moe_finalize_rmsnorm() -> None:
+    """Raise if a launch that has run gave up waiting for another rank.
+
+    Does not wait for launches: synchronize first to hear of all of them. The next call of
+    `tp_moe_finalize_rmsnorm` does the same.
+
+    Raises
+    ------
+    PeerTimeoutError
+    """
+    state = _registry.get()
+    if state is not None and state.workspace is not None:
+        state.workspace.check()
 
 
 def supports_tp_moe_finalize_rmsnorm(

@@ -51,7 +51,7 @@ class MemoryOffer:
         Of the device on the host.
     address : int
     handle : bytes
-        For other processes.
+        For other processes; empty if the driver cannot share the memory.
     """
 
     host: str
@@ -95,18 +95,12 @@ class DeviceMemory:
             self._runtime.deviceSynchronize()
 
     def offer(self) -> MemoryOffer:
-        """Describe the memory to other ranks.
-
-        Raises
-        ------
-        RuntimeError
-            The driver has no handle for other processes.
-        """
+        """Describe the memory to other ranks."""
         with device_guard(self.device):
             try:
                 handle = bytes(self._runtime.ipcGetMemHandle(self.address))
-            except self._runtime.CUDARuntimeError as error:
-                raise RuntimeError(f"sharing memory of cuda:{self.device}: {error}") from error
+            except self._runtime.CUDARuntimeError:  # not on every system; threads need none
+                handle = b""
             bus_id = str(self._runtime.deviceGetPCIBusId(self.device))
         return MemoryOffer(
             _host_token(), _process_token(), self.device, bus_id, self.address, handle
@@ -154,6 +148,8 @@ class PeerMapping:
 
     def _map(self, offer: MemoryOffer) -> int:
         if offer.process != _process_token():
+            if not offer.handle:
+                raise RuntimeError(f"the driver cannot share memory of the GPU at {offer.bus_id}")
             address = int(self._runtime.ipcOpenMemHandle(offer.handle, _LAZY_ENABLE_PEER_ACCESS))
             self._is_opened = True
             return address
