@@ -31,7 +31,7 @@ struct Exchange : Piece {
   __device__ Exchange(const Params& params, uint4* rows, RowSums::Storage& sums)
       : Piece(params),
         stash(rows + threadIdx.x),
-        patience(params.timeout_ns, kNumPeers > 0 && ptx::ld_relaxed_gpu(params.failed) != 0),
+        patience(params.timeout_ns, kNumPeers > 0 ? ptx::ld_relaxed_gpu(params.failed) : 0),
         row_sums(sums) {}
 
   // Sends what this rank has of a token; returns the generation of its buffers.

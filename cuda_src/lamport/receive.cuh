@@ -11,17 +11,18 @@ namespace cupy_moe::lamport {
 // launch, so that a launch ends in time however many tokens it has.
 class Patience {
  public:
-  __device__ Patience(u64 timeout_ns, bool gave_up) : timeout_ns_(timeout_ns), gave_up_(gave_up) {}
+  // `gave_up` is a word that was just loaded: nothing here waits for it before it is asked for.
+  __device__ Patience(u64 timeout_ns, i32 gave_up) : timeout_ns_(timeout_ns), gave_up_(gave_up) {}
 
-  __device__ bool gave_up() const { return gave_up_; }
+  __device__ bool gave_up() const { return gave_up_ != 0; }
 
   __device__ bool is_exhausted() {
-    if (!gave_up_ && ++polls_ % kPollsPerLook == 0) {
+    if (gave_up_ == 0 && ++polls_ % kPollsPerLook == 0) {
       const u64 now = ptx::globaltimer();
       if (start_ == 0) start_ = now;
       gave_up_ = now - start_ > timeout_ns_;
     }
-    return gave_up_;
+    return gave_up();
   }
 
  private:
@@ -29,7 +30,7 @@ class Patience {
   u64 timeout_ns_;
   u64 start_ = 0;
   u32 polls_ = 0;
-  bool gave_up_;
+  i32 gave_up_;
 };
 
 // Loads `count` of up to kCount vectors from `from + offset(i)`, again and again those of which a
