@@ -30,7 +30,7 @@ class SchemeLimits:
     expert_owner: int
 
 
-# NOTE: at hidden size 4096 and top-8. Two ranks: measured on two H200, where one hop is no slower up to
+# NOTE: at hidden size 4096 and top-8. Two ranks: measured on two H200, one hop is no slower up to
 # eight tokens and ExpertOwner never the fastest. More ranks: from the bytes sent, not measured.
 _LIMITS = {
     1: SchemeLimits(1, 0),
