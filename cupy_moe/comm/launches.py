@@ -165,6 +165,8 @@ class Launcher:
         resident = resident_clusters(
             self._functions[scheme], shape.num_blocks, shape.num_threads, shape.smem
         )
+        if self._is_shared:
+            resident //= 2  # other ranks' blocks need not leave the room where it is needed
         num_clusters = min(num_tokens, max(1, resident * granted // self._num_sms))
         if 1 < num_clusters < num_tokens:
             num_clusters -= 1 - num_clusters % 2  # odd: a cluster meets tokens of every owner

@@ -56,7 +56,6 @@ def main(level: str) -> None:
     cupy.cuda.set_allocator(None)
     routed(3, 4, 2, ActivationType.Swiglu)
     from_logits(3, 8, 2, routing_method_type=1)
-    finalized(3, 264, 3)
     if level == "all":
         routed(1, 1, 1, ActivationType.Relu2)
         routed(37, 4, 2, ActivationType.SwigluStep, invalid="extremes", dtype="float32")
@@ -66,6 +65,7 @@ def main(level: str) -> None:
         routed(521, 5, 2, ActivationType.Swiglu, invalid="half_the_rows")  # a cluster permutes
         from_logits(37, 64, 8, routing_method_type=2, n_group=8, topk_group=4)
         from_logits(5, 128, 1, routing_method_type=3)
+        finalized(3, 264, 3)
         finalized(2, 4096, 8)
         finalized(140, 8, 1)
     cupy.cuda.Device().synchronize()

@@ -18,9 +18,9 @@ SESSION = (
     "two_groups",
     "no_memory",
     "layer",
-    "nccl",
     "allocators",
     "raises_first",
+    "nccl",
 )
 
 
