@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from cupy_moe.kernels.expand import ExpandConfig, all_expand_configs
 from cupy_moe.kernels.finalize import FinalizeConfig, all_finalize_configs
+from cupy_moe.kernels.finalize_rmsnorm import (
+    FinalizeRmsnormConfig,
+    all_finalize_rmsnorm_configs,
+)
 from cupy_moe.kernels.grouped_gemm import (
     GemmConfig,
     GemmStage,
@@ -37,7 +41,10 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelConfig", "MoePlan", "ScratchLayout", "all_specializations", "plan_moe"]
 
-KernelConfig: TypeAlias = "RouteConfig | PermuteConfig | ExpandConfig | GemmConfig | FinalizeConfig"
+KernelConfig: TypeAlias = (
+    "RouteConfig | PermuteConfig | ExpandConfig | GemmConfig | FinalizeConfig"
+    " | FinalizeRmsnormConfig"
+)
 
 # Every scratch buffer starts on its own 256 bytes, as allocators and 16-byte vectors want it.
 SCRATCH_ALIGNMENT = 256
@@ -185,5 +192,6 @@ def all_specializations(arch: str) -> list[KernelSpec]:
         *(all_expand_configs() if mainloop_for(arch) is MainloopKind.Wgmma else []),
         *all_gemm_configs(mainloop_for(arch)),
         *all_finalize_configs(),
+        *all_finalize_rmsnorm_configs(),
     ]
     return [config.spec() for config in configs]
