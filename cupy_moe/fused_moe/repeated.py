@@ -27,6 +27,7 @@ from cupy_moe.validate import ArrayLike
 
 if TYPE_CHECKING:
     from cupy_moe.bound_layer import BoundLayer, RepeatableLayer
+    from cupy_moe.problem import MoeOperands
 
 __all__ = ["accepted", "run_first", "signature"]
 
@@ -137,7 +138,7 @@ def run_first(key: Key | None, layer: Layer) -> ArrayLike:
     return owners(layer.result)
 
 
-def _is_repeatable(layer: BoundLayer) -> bool:
+def _is_repeatable(layer: BoundLayer[MoeOperands]) -> bool:
     # To make a layer of the Llama4 router may come with a warning, which is due at every call.
     may_warn = layer.problem.routing_method is RoutingMethodType.Llama4
     return layer.result.output is not None and not may_warn
