@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from cupy_moe.cli import precompile
 from cupy_moe.fused_moe import MoePartitionResources
+from cupy_moe.plan import all_specializations
 from cupy_moe.runtime.streams import GreenPartitions
 from cupy_moe.testing.compare import FP4_BF16, FP4_MXFP8, FP4_NVFP4, to_host
 from cupy_moe.testing.inputs import make_topk, to_library
-from cupy_moe.types import ActivationType, WeightLayout
+from cupy_moe.types import ActivationType, MoeFormat, WeightLayout
 from cupy_moe.weights import (
     prepared_weight_layouts,
     quantize_activations_mxfp8,
@@ -20,7 +24,15 @@ from cupy_moe.weights import (
     shard_prepared_moe_weights,
 )
 
-__all__ = ["TOLERANCES", "Fp4Sizes", "fp4_layer", "on_host", "on_library", "resources_of"]
+__all__ = [
+    "TOLERANCES",
+    "Fp4Sizes",
+    "compile_kernels",
+    "fp4_layer",
+    "on_host",
+    "on_library",
+    "partition_resources",
+]
 
 TOLERANCES = {"nvfp4": FP4_NVFP4, "mxfp8": FP4_MXFP8, "bf16": FP4_BF16}
 HOST_RESOURCES = MoePartitionResources((None, None))
@@ -48,9 +60,26 @@ class Fp4Sizes:
         return "-".join(words + ([] if self.local is None else [f"local{self.local}"]))
 
 
-def resources_of(partitions: GreenPartitions) -> MoePartitionResources:
-    """Handle of two partitions."""
-    return MoePartitionResources(partitions.streams)
+@cache
+def compile_kernels() -> None:
+    """Fill the kernel cache for this GPU, many kernels at a time."""
+    for arch in precompile.present_architectures():
+        formats = [dict(spec.config).get("moe_format") for spec in all_specializations(arch)]
+        wanted = [i for i, f in enumerate(formats) if f not in (None, MoeFormat.Fp8)]
+        jobs = min(len(wanted), os.cpu_count() or 1)
+        assert not any(precompile._compile_all(arch, wanted, jobs))
+
+
+@cache
+def partition_resources() -> MoePartitionResources:
+    """Two halves of the GPU, for all tests."""
+    partitions = GreenPartitions(0)
+    resources = MoePartitionResources(partitions.streams)
+    _kept.append(partitions)
+    return resources
+
+
+_kept: list[GreenPartitions] = []
 
 
 def fp4_layer(
@@ -174,7 +203,10 @@ def _shards(mode: str, strategy: str, sizes: Fp4Sizes, arguments: dict[str, Any]
 def on_library(
     arguments: dict[str, Any], library: str, resources: MoePartitionResources | None = None
 ) -> dict[str, Any]:
-    """Move every array, also those in lists, to the GPU, with the resources of a partitioned call."""
+    """Move every array, also those in lists, to a library in CUDA memory.
+
+    A partitioned call gets its resources.
+    """
 
     def move(value: Any) -> Any:
         if isinstance(value, list):
@@ -183,7 +215,7 @@ def on_library(
 
     moved = {name: move(value) for name, value in arguments.items()}
     if "partition_resources" in moved:
-        moved["partition_resources"] = resources
+        moved["partition_resources"] = resources or partition_resources()
     return moved
 
 
