@@ -84,6 +84,7 @@ def _shared_params(
         "weight_block_shift": block.bit_length() - 1 if block else _WHOLE_ROWS,
         "top_k": problem.top_k,
         "token_scales_are_f32": problem.expert_weights_dtype == "float32",
+        "stream_weights": plan.stream_weights,
         "default_alpha": alpha,
         "default_beta": beta,
     }

@@ -20,7 +20,14 @@ from cupy_moe.kernels.grouped_gemm import GemmConfig, all_gemm_configs
 from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs, permute_config
 from cupy_moe.kernels.route import RouteConfig, all_route_configs, route_config
 from cupy_moe.problem import DeviceTraits, MoeProblem, RoutingSource
-from cupy_moe.tiling import Tiling, choose_tiling, prefetch_steps, takes_tiles
+from cupy_moe.tiling import (
+    Tiling,
+    choose_tiling,
+    prefetch_steps,
+    streams_weights,
+    takes_tiles,
+    tile_candidates,
+)
 
 if TYPE_CHECKING:
     from cupy_moe.runtime.jit import KernelSpec
@@ -93,6 +100,7 @@ class MoePlan:
     fc1_parts: tuple[GemmPart, ...]  # one per partition
     fc2_parts: tuple[GemmPart, ...]
     take_tiles: bool  # blocks take tiles from a counter instead of walking in a fixed stride
+    stream_weights: bool  # they leave L2 first
     prefetch_steps: int  # of K, of a block's most probable first tile, before the order is known
     add_rows: AddRowsConfig | None  # of partial sums that are handed out
     finalize: FinalizeConfig | None
@@ -167,8 +175,16 @@ def _scratch_buffers(
 
 @lru_cache(maxsize=4096)
 def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = None) -> MoePlan:
-    """Plan one layer of at least one token, with the given tiling or the best one known."""
+    """Plan one layer of at least one token, with the given tiling or the best one known.
+
+    Raises
+    ------
+    ValueError
+        If the tiling is none of `cupy_moe.tiling.tile_candidates`.
+    """
     tiling = tiling or choose_tiling(problem, device)
+    if tiling not in tile_candidates(problem, device):
+        raise ValueError(f"tiling {tiling} does not fit {problem} on {device.arch}.")
     kind = mainloop_for(device.arch, problem.moe_format)
     tile_n = tiling.tile_n
     token_tiles = max_token_tiles(problem.num_slots, problem.local_num_experts, tile_n)
@@ -217,6 +233,7 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         fc1_parts=fc1_parts,
         fc2_parts=fc2_parts,
         take_tiles=takes_tiles(problem, fc1, device.num_sms),
+        stream_weights=streams_weights(problem, tile_n),
         prefetch_steps=prefetch_steps(problem, fc1, device.num_sms),
         add_rows=AddRowsConfig() if adds_rows else None,
         finalize=FinalizeConfig(split_sums=problem.strategy == "tp_n_tp_k")

@@ -1,6 +1,6 @@
 """Which output tiles a problem gets, from figures measured on an H200; a matter of speed only.
 
-`cupy_moe.bench.sweep` measures every candidate.
+`cupy_moe.bench.sweep` measures the candidates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from cupy_moe.kernels.gemm_tiles import (
 from cupy_moe.kernels.grouped_gemm import GemmConfig
 from cupy_moe.problem import DeviceTraits, MoeProblem
 
-__all__ = ["Tiling", "choose_tiling", "prefetch_steps", "takes_tiles", "tile_candidates"]
+__all__ = [
+    "Tiling",
+    "choose_tiling",
+    "prefetch_steps",
+    "streams_weights",
+    "takes_tiles",
+    "tile_candidates",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +67,12 @@ _WGMMA_SHARES = {8: 2.0, 16: 7.0, 32: 20.0, 64: 40.0}
 _COMPUTE_BOUND_SHARE = 128.0  # from here on larger weight tiles win over finer waves
 _TOLERATED_IDLE = 0.05  # of the multiprocessors, averaged over the waves
 _UNEVEN_TILE_N = 64  # from here on the time of a tile follows its rows in use
-_FEW_WAVES = 4.0  # up to here a fixed stride wins over taking tiles from a counter
+# Up to here a fixed stride wins over taking tiles from a counter, which the permutation kernel sets
+# to zero, and with few slots sorting them in the GEMMs wins over that kernel.
+_FEW_WAVES = 4.0
+_READ_ONCE = 0.75  # rows an expert by rows of a tile, up to here nearly all experts have one tile
 _ALL_EXPERTS_SHARE = 4.0  # from here on nearly every expert is hit
-_PREFETCH_BYTES = 48 << 20  # into L2, while the slots are sorted; an H200 has 60 MB
+_PREFETCH_BYTES = 48 << 20  # into L2, while the slots are sorted; H100 and H200 have 50 MB and 60
 
 
 def _share(problem: MoeProblem) -> float:
@@ -105,15 +115,17 @@ def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
     """Tiling for the sizes and the device; a matter of speed only."""
     kind = mainloop_for(device.arch, problem.moe_format)
     tile_n = _choose_tile_n(problem, kind)
-    sort = max(sort_choices(tile_n, problem.num_slots))
-    if kind is MainloopKind.Mma:
-        return Tiling(tile_n, 128, 128, sort=sort)
+    fc1_tile_m = fc2_tile_m = 128
+    if kind is MainloopKind.Wgmma:
+        fc1_tile_m = _choose_tile_m(problem, problem.fc1_rows, tile_n, device.num_sms)
+        fc2_tile_m = _choose_tile_m(problem, problem.hidden_size, tile_n, device.num_sms)
+    waves = _expected_waves(problem, problem.fc1_rows, fc1_tile_m, tile_n, device.num_sms)
     return Tiling(
         tile_n,
-        _choose_tile_m(problem, problem.fc1_rows, tile_n, device.num_sms),
-        _choose_tile_m(problem, problem.hidden_size, tile_n, device.num_sms),
-        gather=tile_n < 128,
-        sort=sort,
+        fc1_tile_m,
+        fc2_tile_m,
+        gather=kind is MainloopKind.Mma or tile_n < 128,
+        sort=waves <= _FEW_WAVES and True in sort_choices(tile_n, problem.num_slots),
     )
 
 
@@ -126,6 +138,11 @@ def takes_tiles(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> bool:
         return False
     waves = _expected_waves(problem, problem.fc1_rows, fc1.tile_m, fc1.tile_n, num_sms)
     return fc1.tile_n >= _UNEVEN_TILE_N or waves > _FEW_WAVES
+
+
+def streams_weights(problem: MoeProblem, tile_n: int) -> bool:
+    """Whether most weights are read once, so that L2 is better used for rows."""
+    return _share(problem) <= _READ_ONCE * tile_n
 
 
 def prefetch_steps(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> int:

@@ -6,7 +6,12 @@ from cupy_moe.bench.ceilings import Ceilings
 from cupy_moe.bench.rows import Report, Row, Timing
 from cupy_moe.bench.workloads import WORKLOADS, Work
 
-CEILINGS = Ceilings(read_bytes_per_s=4e12, fp8_flops_per_s=1e15)
+CEILINGS = Ceilings(
+    read_bytes_per_s=4e12,
+    fp8_flops_per_s=1e15,
+    sustained_fp8_flops_per_s=8e14,
+    fp8_fast_accumulation=True,
+)
 
 
 def fake_row(
@@ -25,6 +30,7 @@ def fake_row(
         work=work,
         floor_us=CEILINGS.floor_us(work.num_bytes, work.flops),
         timings={name: Timing(us, us - 1, us + 1) for name, us in times.items()},
+        sustained_us=30.0,
         errors=dict.fromkeys(peers or {}, 0.01),
         failures=failures or {},
     )

@@ -81,7 +81,10 @@ def environment() -> dict[str, str]:
         "cuda_runtime": _dotted(cupy.cuda.runtime.runtimeGetVersion()),
         "nvrtc": f"{major}.{minor}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("numpy", "ml_dtypes", "torch", "cuda-bindings")},
+        **{
+            name: _version(name)
+            for name in ("numpy", "ml_dtypes", "torch", "cuda-bindings", "humming-kernels")
+        },
         "cupy": cupy.__version__,
     }
 

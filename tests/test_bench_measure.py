@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import weakref
 from collections.abc import Callable, Iterator
@@ -180,7 +181,9 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, replacement in replacements.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr(module, "interleaved_us", interleaved)
+    monkeypatch.setattr(module, "sustained_us", lambda work, rounds: 192.0)
     monkeypatch.setattr(module, "CupyMoe", Ours)
+    monkeypatch.setattr(module, "layer_output", lambda *_: torch.ones(1, 8))
 
 
 def measured(*peers: type[Contender]) -> Any:
@@ -198,6 +201,7 @@ def test_peers_that_answer_are_timed() -> None:
     assert row.failures == {}
     assert row.timings.keys() == {"cupy_moe", "Good", "Parts"}
     assert row.us == 10.0  # a graph of 16 calls took 160 us
+    assert row.sustained_us == 12.0
     assert row.errors == {"Good": pytest.approx(0.01, rel=1e-3)}
     assert row.floor_us == pytest.approx(151_007_232 / 4e12 * 1e6)
 
@@ -254,6 +258,7 @@ def test_an_error_of_the_gpu_ends_the_run_and_names_row_and_peer() -> None:
     [
         (NotANumber, "the output is not finite"),
         (Raising, "RuntimeError: no kernel for this size"),
+        (Wrong, "relative L2 distance from the layer in torch: 0.2$"),
         (Drifting, "relative L2 distance from our output after the timed replays"),
     ],
 )
@@ -263,6 +268,23 @@ def test_our_own_failures_name_the_row(
     monkeypatch.setattr(module, "CupyMoe", ours)
     with pytest.raises(RuntimeError, match=f"bench: W-A, 1 tokens: cupy_moe: {reason}"):
         measured(Good)
+
+
+def test_environment_names_what_compiles_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(module, "driver_cuda_version", lambda: "13.1")
+    monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(module, "import_cupy", lambda: SimpleNamespace(__version__="14.0.1"))
+    environment = module.describe_environment([Good])
+    assert environment == {
+        "gpu": "a GPU",
+        "driver_cuda": "13.1",
+        "nvrtc": "13.0",
+        "cupy": "14.0.1",
+        "torch_cuda": str(torch.version.cuda),
+        "torch": importlib.metadata.version("torch"),
+        "fake": "absent",
+    }
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -63,7 +63,12 @@ def test_work_of_one_token() -> None:
 
 
 def test_floor_is_the_larger_bound() -> None:
-    ceilings = Ceilings(read_bytes_per_s=4e12, fp8_flops_per_s=1.5e15)
+    ceilings = Ceilings(
+        read_bytes_per_s=4e12,
+        fp8_flops_per_s=1.5e15,
+        sustained_fp8_flops_per_s=1.2e15,
+        fp8_fast_accumulation=False,
+    )
     assert ceilings.floor_us(num_bytes=400e6, flops=3e9) == pytest.approx(100)  # memory; 2 us
     assert ceilings.floor_us(num_bytes=4e6, flops=3e12) == pytest.approx(2000)  # tensor cores
 

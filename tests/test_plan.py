@@ -13,7 +13,7 @@ from cupy_moe.bench.workloads import WORKLOADS
 from cupy_moe.kernels.gemm_tiles import MainloopKind
 from cupy_moe.plan import all_specializations, plan_moe
 from cupy_moe.problem import DeviceTraits, MoeProblem
-from cupy_moe.tiling import choose_tiling, tile_candidates
+from cupy_moe.tiling import Tiling, choose_tiling, tile_candidates
 from cupy_moe.types import ActivationType
 
 H200 = DeviceTraits("sm_90a", 132)
@@ -79,3 +79,12 @@ def test_main_loop_follows_the_architecture() -> None:
 def test_choices_that_were_measured(tokens: int, tile_n: int, takes_tiles: bool) -> None:
     plan = plan_moe(replace(LAYER, num_tokens=tokens), H200)
     assert (plan.tile_n, plan.take_tiles) == (tile_n, takes_tiles)
+
+
+def test_a_tiling_that_does_not_fit_is_refused() -> None:
+    """A warp sorts 32 slots at most; rows must be whole tiles."""
+    sorting = Tiling(8, 64, 64, sort=True)
+    assert plan_moe(replace(LAYER, num_tokens=4), H200, sorting).permute is None
+    for changes in ({"num_tokens": 5}, {"hidden_size": 96}):
+        with pytest.raises(ValueError, match="sorting does not fit"):
+            plan_moe(replace(LAYER, **changes), H200, sorting)

@@ -64,8 +64,7 @@ struct FeedWgmma {
   }
 
   __device__ static void copy_weights(Smem& smem, const Params& p) {
-    constexpr ptx::L2Hint kHint =
-        Config::kStreamWeights ? ptx::L2Hint::EvictFirst : ptx::L2Hint::EvictNormal;
+    const ptx::L2Hint hint = p.stream_weights ? ptx::L2Hint::EvictFirst : ptx::L2Hint::EvictNormal;
     const TileList<Config> tiles(p, smem);
     Tile tile;
     Ring ring;
@@ -80,7 +79,7 @@ struct FeedWgmma {
         ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
         ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot], sizeof(smem.weights[0]));
         ptx::tma_load_4d(smem.weights[ring.slot], &p.weight_map, &smem.full[ring.slot], 0,
-                         tile.m_tile * Config::kTileM, step, tile.expert, kHint);
+                         tile.m_tile * Config::kTileM, step, tile.expert, hint);
       }
       index = next;
     }

@@ -41,7 +41,10 @@ struct Params {
   i32 weight_block_shift;  // of a block of K there are 1 << that many bytes in a row; FP4 only
   i32 top_k;
   i32 token_scales_are_f32;
-  i32 prefetch_steps;  // of K, of the first tile's weights, into L2; Hopper loop only
+  // Of the Hopper loop only.
+  i32 stream_weights;  // they leave L2 first
+  i32 prefetch_steps;  // of K, of the first tile's weights, into L2
+  // Of FC1 of FP4 only, where there are no vectors.
   float default_alpha;
   float default_beta;
 };

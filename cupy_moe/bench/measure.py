@@ -16,16 +16,22 @@ from cupy_moe.bench.timing import (
     free_memory,
     gpu_works,
     interleaved_us,
+    sustained_us,
     synchronize,
 )
+from cupy_moe.bench.torch_layer import layer_output, tokens_to_check
 from cupy_moe.bench.workloads import Workload
 from cupy_moe.runtime import require_gpu
+from cupy_moe.runtime.compiler import nvrtc_version
+from cupy_moe.runtime.devices import driver_cuda_version
+from cupy_moe.runtime.requirements import import_cupy
 
 __all__ = ["LARGEST_REL_L2", "describe_environment", "measure", "measure_all", "require_fp8_gpu"]
 
 # Correct implementations round the intermediate and the output alike up to single codes; a wrong
 # layout, order or scale moves the output by a third of its norm and more.
 LARGEST_REL_L2 = 0.1
+SMALLEST_NORM = 1e-30  # zeros are equal to zeros, and far from everything else
 
 
 def require_fp8_gpu() -> None:
@@ -61,6 +67,9 @@ def describe_environment(contenders: Sequence[type[Contender]]) -> dict[str, str
     packages = dict.fromkeys(["torch", *(contender.package for contender in contenders)])
     return {
         "gpu": torch.cuda.get_device_name(),
+        "driver_cuda": driver_cuda_version(),
+        "nvrtc": nvrtc_version(),
+        "cupy": import_cupy().__version__,
         "torch_cuda": str(torch.version.cuda),
         **{package: installed(package) or "absent" for package in packages},
     }
@@ -119,13 +128,16 @@ def measure(
 ) -> Row:
     """Time this package and the peers on one batch.
 
+    Our output of a few tokens of the last call is held to a computation in torch, so that it is a
+    peer that is wrong where the two are far from each other.
+
     Parameters
     ----------
     layer : BenchLayer
     batch : Batch
     ceilings : Ceilings
     replays : int
-        Of every contender's graph, taking turns; three more come before.
+        Of every contender's graph, taking turns, each after a rest; and of ours back to back.
     peers : sequence of Contender
         Loaded with the layer. One that raises, or whose output before or after the timed replays
         is too far from ours, has no time.
@@ -135,8 +147,8 @@ def measure(
     Raises
     ------
     RuntimeError
-        We fail, our output is not finite or changes, or somebody's error leaves a GPU that this
-        process cannot use any more. Names the row and the contender.
+        We fail, our output is not finite, is too far from torch's or changes, or somebody's error
+        leaves a GPU that this process cannot use any more. Names the row and the contender.
     """
     row = f"bench: {layer.workload.key}, {batch.num_tokens} tokens"
     ours, expected = _capture_ours(layer, batch, row)
@@ -144,6 +156,7 @@ def measure(
     graphs = {OURS: ours, **graphs}
     try:
         times = interleaved_us({name: graph.replay for name, graph in graphs.items()}, replays)
+        sustained = sustained_us(ours.replay, replays)
     except RuntimeError as error:
         raise RuntimeError(f"{row}: timing {', '.join(graphs)}: {_sentence(error)}") from error
     checked = {name: graph for name, graph in graphs.items() if name in (OURS, *errors)}
@@ -159,21 +172,33 @@ def measure(
         work=batch.work,
         floor_us=ceilings.floor_us(batch.work.num_bytes, batch.work.flops),
         timings={n: Timing.of(us, num_calls) for n, us in times.items() if n not in changed},
+        sustained_us=sustained / num_calls,
         errors=errors,
         failures={**(failures or {}), **failed, **changed},
     )
 
 
 def _capture_ours(layer: BenchLayer, batch: Batch, row: str) -> tuple[CapturedCalls, list[Any]]:
-    """Our calls, and copies of their outputs, which peers are held to."""
+    """Our calls, and copies of their checked outputs, which peers are held to."""
     try:
         captured = _captured(CupyMoe(layer), batch)
         expected = [output.clone() for output in _answers(captured)]
+        distance = _distance_from_torch(layer, batch, expected[-1])
     except Exception as error:
         raise RuntimeError(f"{row}: {OURS}: {_sentence(error)}") from error
     if not all(bool(output.isfinite().all()) for output in expected):
         raise RuntimeError(f"{row}: {OURS}: the output is not finite.")
+    if wrong := _too_far({OURS: distance}, "the layer in torch"):
+        raise RuntimeError(f"{row}: {OURS}: {wrong[OURS]}")
     return captured, expected
+
+
+def _distance_from_torch(layer: BenchLayer, batch: Batch, output: Any) -> float:
+    """Relative L2 distance of a few tokens of the last call's output."""
+    ids = batch.routings[-1]
+    tokens = tokens_to_check(layer.workload, ids)
+    expected = layer_output(layer, batch.hidden, ids, batch.weights, tokens)
+    return _rel_l2(output[tokens], expected)
 
 
 def _capture_peers(
@@ -232,7 +257,7 @@ def _too_far(distances: Mapping[str, float], what: str) -> dict[str, str]:
 
 def _rel_l2(out: Any, ref: Any) -> float:
     ref = ref.float()
-    error = float((out.float() - ref).norm() / ref.norm())
+    error = float((out.float() - ref).norm() / ref.norm().clamp_min(SMALLEST_NORM))
     return math.inf if math.isnan(error) else error
 
 

@@ -17,7 +17,7 @@ OURS = "cupy_moe"
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: median, least and most of the replays."""
+    """Microseconds a call after a rest: median, least and most of the replays."""
 
     us: float
     us_min: float
@@ -44,6 +44,8 @@ class Row:
         What the ceilings allow for that work.
     timings : mapping of str to Timing
         By name of the contender.
+    sustained_us : float
+        Our median time back to back, once the clocks have settled.
     errors : mapping of str to float
         Relative L2 distance of a peer's output from ours.
     failures : mapping of str to str
@@ -56,6 +58,7 @@ class Row:
     work: Work
     floor_us: float
     timings: Mapping[str, Timing]
+    sustained_us: float
     errors: Mapping[str, float]
     failures: Mapping[str, str]
 
@@ -98,6 +101,7 @@ class Row:
             "us": self.us,
             "us_min": self.timings[OURS].us_min,
             "us_max": self.timings[OURS].us_max,
+            "sustained_us": self.sustained_us,
             "tb_per_s": self.tb_per_s,
             "tflops": self.tflops,
             "share_of_floor": self.share_of_floor(),
@@ -143,6 +147,8 @@ class Report:
             "ceilings": {
                 "read_tb_per_s": self.ceilings.read_bytes_per_s / 1e12,
                 "fp8_tflops": self.ceilings.fp8_flops_per_s / 1e12,
+                "sustained_fp8_tflops": self.ceilings.sustained_fp8_flops_per_s / 1e12,
+                "fp8_fast_accumulation": self.ceilings.fp8_fast_accumulation,
             },
             "scopes": dict(self.scopes),
             "missing": dict(self.missing),

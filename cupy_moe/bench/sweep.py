@@ -1,7 +1,7 @@
-"""Times of a layer for every tiling that fits it: the table behind the plan's choice.
+"""Times of a layer by tiling, back to back: the table behind the plan's choice.
 
-Every candidate runs a few times; those near the fastest run again, taking turns with the plan's own
-choice, so that close calls are decided under equal clocks.
+Every tiling of a sensible token tile runs a few times; those near the fastest run again, taking
+turns with the plan's own choice, so that close calls are decided under equal clocks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = ["SweepRow", "fastest_first", "problem_of", "sweep"]
 QUICK_REPLAYS = 2
 # Slower than the fastest by more than this in the quick round: not timed again.
 CLOSE = 1.15
+MOST_TILES_AN_EXPERT = 4
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,18 @@ def problem_of(workload: Workload, num_tokens: int) -> MoeProblem:
     )
 
 
+def sensible_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
+    """List all tilings but those that read an expert's weights more often than they have to.
+
+    The largest token tile stays, however many rows an expert has.
+    """
+    candidates = tile_candidates(problem, device)
+    largest = max(tiling.tile_n for tiling in candidates)
+    rows_an_expert = problem.num_slots / problem.num_experts
+    least = min(largest, rows_an_expert / MOST_TILES_AN_EXPERT)
+    return [tiling for tiling in candidates if tiling.tile_n >= least]
+
+
 def sweep(
     workloads: Sequence[Workload], tokens: Sequence[int], replays: int
 ) -> Iterator[list[SweepRow]]:
@@ -98,7 +111,7 @@ def sweep(
     for workload in workloads:
         layer = make_layer(workload)
         for num_tokens in tokens:
-            candidates = tile_candidates(problem_of(workload, num_tokens), device)
+            candidates = sensible_candidates(problem_of(workload, num_tokens), device)
             yield _sweep_batch(layer, make_batch(workload, num_tokens), candidates, replays)
             free_memory()
         del layer
@@ -136,7 +149,7 @@ def _sweep_batch(
 
 
 def _us(works: dict[str, Any], replays: int, num_calls: int) -> dict[str, float]:
-    times = interleaved_us(works, replays)
+    times = interleaved_us(works, replays, rest_s=0.0)
     return {name: median(us) / num_calls for name, us in times.items()}
 
 

@@ -1,14 +1,23 @@
-"""CUDA graphs of several calls, and their times by events, contenders alternating."""
+"""CUDA graphs of several calls, and their times by events, contenders alternating.
+
+A GPU at its power limit lowers its clocks within some hundredths of a second. So runs are timed
+after a rest, as in a server between its steps, or back to back, as in a long prefill, once the
+clocks have settled. The first 0.3 ms after a rest are slow: one run, which is not timed, leads in.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 __all__ = [
+    "REST_S",
+    "SETTLE_S",
     "WARMUPS",
     "CapturedCalls",
     "capture",
@@ -16,10 +25,13 @@ __all__ = [
     "gpu_works",
     "interleaved_us",
     "median_us",
+    "sustained_us",
     "synchronize",
 ]
 
 WARMUPS = 3
+REST_S = 0.02  # before a run
+SETTLE_S = 0.3  # of work: the clocks under a load that lasts
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +75,24 @@ def capture(calls: Sequence[Callable[[], Any]]) -> CapturedCalls:
 
 
 def interleaved_us(
-    works: Mapping[str, Callable[[], Any]], rounds: int, warmups: int = WARMUPS
+    works: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    warmups: int = WARMUPS,
+    rest_s: float = REST_S,
 ) -> dict[str, list[float]]:
     """Microseconds of every run; the works take turns, so that all see the same clocks.
 
-    Runs are enqueued without waiting on torch's current stream, so that the GPU does not idle
-    between them.
+    Runs are enqueued on torch's current stream, each after the GPU rested for so long and did the
+    same once; without a rest the host does not wait, so that the GPU does not idle between them.
     """
     import torch
 
     def run(work: Callable[[], Any]) -> tuple[Any, Any]:
+        if rest_s:
+            synchronize()
+            time.sleep(rest_s)
+            work()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()
@@ -87,9 +107,20 @@ def interleaved_us(
     }
 
 
-def median_us(work: Callable[[], Any], rounds: int = 15) -> float:
+def median_us(work: Callable[[], Any], rounds: int = 15, *, rest_s: float = REST_S) -> float:
     """Median time of one work alone."""
-    return median(interleaved_us({"": work}, rounds)[""])
+    return median(interleaved_us({"": work}, rounds, rest_s=rest_s)[""])
+
+
+def sustained_us(work: Callable[[], Any], rounds: int = 15) -> float:
+    """Median time of one work alone, back to back, once the clocks have settled.
+
+    The runs that are timed follow others that keep the GPU busy for ``SETTLE_S``; how many that
+    takes is estimated from one timed run.
+    """
+    one_us = median_us(work, rounds=1, rest_s=0.0)
+    untimed = math.ceil(1e6 * SETTLE_S / one_us)
+    return median(interleaved_us({"": work}, rounds, warmups=untimed, rest_s=0.0)[""])
 
 
 def synchronize() -> None:

@@ -76,9 +76,12 @@ def show(report: Report, console: Console) -> None:
     """Print ceilings, tables and notes."""
     environment = ", ".join(f"{name} {value}" for name, value in report.environment.items())
     console.print(environment, markup=False)
+    ceilings = report.ceilings
     console.print(
-        f"read {report.ceilings.read_bytes_per_s / 1e12:.3f} TB/s, "
-        f"dense FP8 {report.ceilings.fp8_flops_per_s / 1e12:.0f} TFLOP/s"
+        f"read {ceilings.read_bytes_per_s / 1e12:.3f} TB/s, "
+        f"dense FP8 {ceilings.fp8_flops_per_s / 1e12:.0f} TFLOP/s after a rest, "
+        f"{ceilings.sustained_fp8_flops_per_s / 1e12:.0f} sustained (torch._scaled_mm "
+        f"{'with' if ceilings.fp8_fast_accumulation else 'without'} fast accumulation, the faster)"
     )
     for title, rows in by_workload(report.rows):
         console.print(table(title, rows))
@@ -146,21 +149,30 @@ def sweep_table(groups: Iterable[Sequence[SweepRow]]) -> Table:
 
 
 def run_sweep(args: argparse.Namespace, console: Console) -> int:
-    """Run ``bench sweep``."""
+    """Run ``bench sweep``; batches that were measured before an error are reported."""
     _check_files(args)
     require_fp8_gpu()
     workloads = _workloads(args)
-    groups = []
-    with _progress(console) as progress:
-        task = progress.add_task("batches", total=len(workloads) * len(args.tokens))
-        for rows in sweep(workloads, args.tokens, args.replays):
-            groups.append(rows)
-            progress.advance(task)
+    groups: list[list[SweepRow]] = []
+    try:
+        with _progress(console) as progress:
+            task = progress.add_task("batches", total=len(workloads) * len(args.tokens))
+            for rows in sweep(workloads, args.tokens, args.replays):
+                groups.append(rows)
+                progress.advance(task)
+    finally:
+        if groups:
+            _deliver_sweep(groups, args, console)
+    return 0
+
+
+def _deliver_sweep(
+    groups: Sequence[Sequence[SweepRow]], args: argparse.Namespace, console: Console
+) -> None:
     console.print(sweep_table(groups))
     if args.json:
         write_json(args.json, {"rows": [row.as_dict() for rows in groups for row in rows]})
         console.print(f"figures written to {args.json}", markup=False)
-    return 0
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -206,6 +218,6 @@ def add_parser(subparsers: Any) -> None:
     )
     fp8.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (matplotlib)")
     fp8.set_defaults(run=run_fp8)
-    tilings = kinds.add_parser("sweep", help="FP8 layers with every tiling that fits them")
+    tilings = kinds.add_parser("sweep", help="FP8 layers with every tiling of sensible token tiles")
     _add_common(tilings)
     tilings.set_defaults(run=run_sweep)

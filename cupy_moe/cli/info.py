@@ -15,7 +15,13 @@ from rich.text import Text
 from cupy_moe import __version__
 from cupy_moe.runtime import require_gpu
 from cupy_moe.runtime.compiler import arch_for, nvrtc_version
-from cupy_moe.runtime.devices import check, compute_capability, device_name, sm_count
+from cupy_moe.runtime.devices import (
+    check,
+    compute_capability,
+    device_name,
+    driver_cuda_version,
+    sm_count,
+)
 from cupy_moe.runtime.kernel_cache import cache_dir
 from cupy_moe.runtime.requirements import import_driver
 
@@ -52,11 +58,6 @@ def _value(query: Callable[..., object], *arguments: object) -> str:
         return "not available"
 
 
-def _cuda_version() -> str:
-    number = check(import_driver().cuDriverGetVersion(), "asking for the driver's CUDA version")
-    return f"{number // 1000}.{number % 1000 // 10}"
-
-
 def _cache_summary() -> str:
     folder = cache_dir()
     sizes = [path.stat().st_size for path in folder.glob("*") if path.is_file()]
@@ -69,7 +70,7 @@ def software() -> Iterator[tuple[str, str]]:
     yield "Python", platform.python_version()
     yield "packages", "\n".join(_installed(*package) for package in PACKAGES)
     yield "NVRTC", _value(nvrtc_version)
-    yield "driver's CUDA", _value(_cuda_version)
+    yield "driver's CUDA", _value(driver_cuda_version)
     yield "kernel cache", _value(_cache_summary)
 
 

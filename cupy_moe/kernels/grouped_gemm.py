@@ -64,6 +64,7 @@ PARAMS = ParamLayout(
     ("weight_block_shift", "i32"),
     ("top_k", "i32"),
     ("token_scales_are_f32", "i32"),
+    ("stream_weights", "i32"),
     ("prefetch_steps", "i32"),
     ("default_alpha", "f32"),
     ("default_beta", "f32"),
@@ -111,7 +112,6 @@ class GemmConfig:
     min_blocks: int
     gather_tokens: bool  # by permuted_to_expanded; else rows are in place
     sort_slots: bool  # itself; else a kernel before has made the maps
-    stream_weights: bool  # weights leave the L2 cache first
     staging_bytes: int  # of one group of threads that shares output rows
     smem_bytes: int
 
@@ -171,7 +171,6 @@ class GemmConfig:
             min_blocks=2 if not is_wgmma and tile_n <= most_doubled else 1,
             gather_tokens=gather_tokens,
             sort_slots=sort_slots,
-            stream_weights=tile_n < 128,
             staging_bytes=staging_bytes,
             smem_bytes=smem_bytes,
         )

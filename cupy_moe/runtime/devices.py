@@ -18,6 +18,7 @@ __all__ = [
     "context_is_current",
     "device_guard",
     "device_name",
+    "driver_cuda_version",
     "max_shared_memory",
     "sm_count",
     "stream_is_capturing",
@@ -123,6 +124,12 @@ def device_name(device: int) -> str:
     driver = import_driver()
     name = check(driver.cuDeviceGetName(_LONGEST_NAME, device), f"name of cuda:{device}")
     return str(name.partition(b"\0")[0].decode().strip())  # the driver pads with NUL and blanks
+
+
+def driver_cuda_version() -> str:
+    """Newest CUDA version that the driver supports, e.g. ``13.0``."""
+    number = check(import_driver().cuDriverGetVersion(), "asking for the driver's CUDA version")
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def max_shared_memory(device: int) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_moe.bench.ceilings import Ceilings, copy_bandwidth, dense_fp8_rate, read_bandwidth
-from cupy_moe.bench.contenders import CupyMoe
+from cupy_moe.bench.ceilings import Ceilings, copy_bandwidth, dense_fp8_rates, read_bandwidth
+from cupy_moe.bench.contenders import Contender, CupyMoe
 from cupy_moe.bench.layers import BenchLayer, make_batch, make_layer
 from cupy_moe.bench.measure import measure
-from cupy_moe.bench.peers import PEERS
+from cupy_moe.bench.peers import PEERS, present_peers
 from cupy_moe.bench.peers.humming import weighted_sum
 from cupy_moe.bench.timing import capture, free_memory
+from cupy_moe.bench.torch_layer import layer_output, tokens_to_check
 from cupy_moe.bench.workloads import WORKLOADS, Workload
 from cupy_moe.testing.compare import assert_within, compare
 from tests.gpu.support import tolerance_of, torch_oracle
@@ -24,6 +25,16 @@ pytestmark = pytest.mark.gpu
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 REPLAYS = 15
+FIGURES = (
+    "us",
+    "us_min",
+    "us_max",
+    "sustained_us",
+    "tb_per_s",
+    "tflops",
+    "share_of_floor",
+    "experts_hit",
+)
 # The oracle is slow: of large batches it computes the first tokens only. Rows do not depend on each
 # other.
 CHECKED_TOKENS = 512
@@ -31,12 +42,20 @@ CHECKED_TOKENS = 512
 
 @pytest.fixture(scope="module")
 def ceilings(evidence: Evidence) -> Ceilings:
-    read, copied, dense = read_bandwidth(), copy_bandwidth(), dense_fp8_rate()
+    read, copied = read_bandwidth(), copy_bandwidth()
+    dense, sustained, fast_accumulation = dense_fp8_rates()
     free_memory()
     evidence.benchmark("ceiling/streaming read of 4 GiB", {"tb_per_s": read / 1e12})
     evidence.benchmark("ceiling/copy of 2 GiB, read + write", {"tb_per_s": copied / 1e12})
-    evidence.benchmark("ceiling/dense FP8 8192^3", {"tflops": dense / 1e12})
-    return Ceilings(read, dense)
+    evidence.benchmark(
+        "ceiling/dense FP8 8192^3",
+        {
+            "tflops": dense / 1e12,
+            "sustained_tflops": sustained / 1e12,
+            "fast_accumulation": fast_accumulation,
+        },
+    )
+    return Ceilings(read, dense, sustained, fast_accumulation)
 
 
 @pytest.fixture(scope="module", params=["W-A", "W-B"])
@@ -45,8 +64,20 @@ def layer(request: pytest.FixtureRequest) -> BenchLayer:
     return make_layer(WORKLOADS[request.param])
 
 
+@pytest.fixture(scope="module")
+def peers(layer: BenchLayer) -> list[Contender]:
+    """Other implementations that are installed here."""
+    return [peer(layer) for peer in present_peers(PEERS)[0]]
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_layer(tokens: int, layer: BenchLayer, ceilings: Ceilings, evidence: Evidence) -> None:
+def test_layer(
+    tokens: int,
+    layer: BenchLayer,
+    peers: list[Contender],
+    ceilings: Ceilings,
+    evidence: Evidence,
+) -> None:
     batch = make_batch(layer.workload, tokens)
     ours = CupyMoe(layer)
     ids = batch.routings[-1]
@@ -58,14 +89,16 @@ def test_layer(tokens: int, layer: BenchLayer, ceilings: Ceilings, evidence: Evi
     evidence.errors(f"fp8 benchmark {name}", errors)
     assert_within(errors, tolerance_of(arguments), "the benchmarked call")
 
-    row = measure(layer, batch, ceilings, replays=REPLAYS)
+    row = measure(layer, batch, ceilings, replays=REPLAYS, peers=peers)
     assert row.us > 0
-    figures = ("us", "us_min", "us_max", "tb_per_s", "tflops", "share_of_floor", "experts_hit")
     record = row.as_dict()
     evidence.benchmark(
-        f"fp8 layer {name}",
-        {**{f: record[f] for f in figures}, "calls_in_graph": row.num_calls},
+        f"fp8 layer {name}", {**{f: record[f] for f in FIGURES}, "calls_in_graph": row.num_calls}
     )
+    for peer, figures in record["peers"].items():
+        evidence.benchmark(f"fp8 layer {name}/{peer}", figures)
+    for peer, reason in row.failures.items():
+        evidence.benchmark(f"fp8 layer {name}/{peer}", {"failed": reason})
 
 
 @pytest.mark.parametrize("key", PEERS)
@@ -80,6 +113,18 @@ def test_installed_peers_are_timed(
     row = measure(layer, batch, ceilings, replays=3, peers=[peer])
     assert row.failures == {}
     assert peer.name in row.timings
+
+
+def test_layer_in_torch_agrees_with_the_oracle() -> None:
+    """What `measure` holds our output to; the oracle undoes the weight layout by itself."""
+    layer = make_layer(Workload("small", "none", 1024, 256, 16, 4, 16))
+    batch = make_batch(layer.workload, 64)
+    ids = batch.routings[-1]
+    tokens = tokens_to_check(layer.workload, ids)
+    assert tokens == [0, 21, 42, 63]
+    output = layer_output(layer, batch.hidden, ids, batch.weights, tokens)
+    arguments = CupyMoe(layer).arguments(batch.hidden, ids, batch.weights)
+    assert compare(output, torch_oracle(arguments).astype(np.float32)[tokens]).rel_l2 < 0.01
 
 
 def test_captured_calls_keep_their_inputs() -> None:
