@@ -67,7 +67,9 @@ def is_disassembled(spec: KernelSpec) -> bool:
     """One of each GEMM's tiles, and all small kernels but the router's; the rest differs little."""
     config = dict(spec.config)
     if spec.source == "grouped_gemm":
-        return config["activation"].name in {"Swiglu", "Identity"}
+        is_one_of_fp4 = config["moe_format"] is MoeFormat.Nvfp4 and not config["sort_slots"]
+        is_of_format = config["moe_format"] is MoeFormat.Fp8 or is_one_of_fp4
+        return is_of_format and config["activation"].name in {"Swiglu", "Identity"}
     return spec.source != "route" or config["method"].name == "Default"
 
 

@@ -78,7 +78,7 @@ struct MainloopMma {
     constexpr i32 kInFlight = Config::kNumStages - 1;
 #pragma unroll
     for (i32 step = 0; step < kInFlight; ++step) {
-      if (step < num_steps) operands.copy_stage(smem.stage(step), smem.token_offset, step);
+      if (step < num_steps) operands.copy_stage(smem.stage(step), step);
       ptx::cp_async_commit_group();
     }
     i32 stage = 0;
@@ -87,7 +87,7 @@ struct MainloopMma {
       __syncthreads();  // this stage has arrived for all; the previous one has been read by all
       const i32 ahead = step + kInFlight;
       const i32 free_stage = stage == 0 ? Config::kNumStages - 1 : stage - 1;
-      if (ahead < num_steps) operands.copy_stage(smem.stage(free_stage), smem.token_offset, ahead);
+      if (ahead < num_steps) operands.copy_stage(smem.stage(free_stage), ahead);
       ptx::cp_async_commit_group();
       Operands::multiply_stage(smem.stage(stage), acc);
       stage = stage + 1 == Config::kNumStages ? 0 : stage + 1;
@@ -122,7 +122,7 @@ struct MainloopMma {
       load_row(smem, p, tile);
       __syncthreads();
       Accumulators acc = {};
-      multiply(smem, Operands(p, tile), p.k, acc);
+      multiply(smem, Operands(p, tile, smem.token_offset), p.k, acc);
       epilogue(tile, group, acc, load_scales<Config>(p, tile.expert));
       __syncthreads();
     }

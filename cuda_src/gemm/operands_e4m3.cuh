@@ -51,19 +51,20 @@ struct OperandsE4m3 {
     }
   };
 
-  // First weight of a tile.
-  const u8* weights;
+  const u8* weights;  // first of the tile
   const u8* tokens;
+  const i64* token_offset;  // of the tile's rows, -1 for padding
   i32 row_bytes;
 
-  __device__ OperandsE4m3(const Params& p, const Tile& tile)
+  __device__ OperandsE4m3(const Params& p, const Tile& tile, const i64* offsets)
       : weights(p.weights +
                 (static_cast<i64>(tile.expert) * p.m + tile.m_tile * Config::kTileM) * p.k),
         tokens(p.tokens),
+        token_offset(offsets),
         row_bytes(p.k) {}
 
   // Starts the copies of one K step: weights of kTileM rows and the gathered token rows.
-  __device__ void copy_stage(u8* stage, const i64* token_offset, i32 step) const {
+  __device__ void copy_stage(u8* stage, i32 step) const {
     constexpr i32 kVectorsPerRow = Config::kTileK / kVectorBytes;
     constexpr i32 kVectorsPerChunk = kChunkBytes / kVectorBytes;
     const i32 thread = static_cast<i32>(threadIdx.x);

@@ -36,23 +36,42 @@ struct OperandsFp4 {
   static_assert(Config::kTileM == 128, "the rows of a tile of scales");
   static_assert(kWeightRowBytes == 64 && kWindows == 2, "half a weight row is one window");
 
-  // Of a tile.
+  static constexpr i32 kWeightVectors = kWeightRowBytes / kVectorBytes;  // of a row
+  static constexpr i32 kTokenVectors = 2 * Config::kTileK / kVectorBytes;
+  static constexpr i32 kTokenCopies = ceil_div(Config::kTileN * kTokenVectors, Warp::kNumThreads);
+  static_assert(Warp::kNumThreads % kTokenVectors == 0, "a thread copies one column of vectors");
+
+  // Where a thread finds its vectors of a tile.
   const u8* weights;
   const u8* scales;
-  const u8* tokens;
+  const u8* tokens[kTokenCopies];  // null for padding
   i32 k;
   i32 block_shift;
   i32 row_bytes;
   i64 block_stride;
 
-  __device__ OperandsFp4(const Params& p, const Tile& tile)
-      : tokens(p.tokens), k(p.k), block_shift(p.weight_block_shift) {
+  __device__ OperandsFp4(const Params& p, const Tile& tile, const i64* token_offset)
+      : k(p.k), block_shift(p.weight_block_shift) {
+    const i32 thread = static_cast<i32>(threadIdx.x);
     const i64 expert_rows = static_cast<i64>(tile.expert) * p.m;
     const i32 row = tile.m_tile * Config::kTileM;
     row_bytes = min(p.k / 2, 1 << block_shift);
     block_stride = static_cast<i64>(p.m) * row_bytes;
-    weights = p.weights + expert_rows * (p.k / 2) + static_cast<i64>(row) * row_bytes;
-    scales = p.weight_scales + (expert_rows + row) * (p.k / Scale::kBlock);
+    weights = p.weights + expert_rows * (p.k / 2) +
+              static_cast<i64>(row + thread / kWeightVectors) * row_bytes +
+              thread % kWeightVectors * kVectorBytes;
+    scales = p.weight_scales + (expert_rows + row) * (p.k / Scale::kBlock) + thread * kVectorBytes;
+#pragma unroll
+    for (i32 i = 0; i < kTokenCopies; ++i) {
+      const i32 r = min(Config::kTileN - 1, token_row(i));
+      const bool valid = token_offset[r] >= 0 && token_row(i) < Config::kTileN;
+      tokens[i] =
+          valid ? p.tokens + token_offset[r] + thread % kTokenVectors * kVectorBytes : nullptr;
+    }
+  }
+
+  __device__ static i32 token_row(i32 copy) {
+    return (static_cast<i32>(threadIdx.x) + copy * Warp::kNumThreads) / kTokenVectors;
   }
 
   // Two rows of a tile of weights fill all banks; every other pair of rows has the windows swapped,
@@ -65,113 +84,137 @@ struct OperandsFp4 {
   }
   __device__ static i32 scale_offset(i32 row) { return row % 32 * 16 + row / 32 * 4; }
 
-  // Starts the copies of one K step. What lies past the end of K is zero.
-  __device__ void copy_stage(u8* stage, const i64* token_offset, i32 step) const {
+  // Starts the copies of one K step. What lies past the end of K, or is padding, becomes zero;
+  // nothing is read there.
+  __device__ void copy_stage(u8* stage, i32 step) const {
     copy_weights(stage, step);
     copy_scales(stage + kWeightBytes, step);
-    copy_tokens(stage + kWeightBytes + kScaleBytes, token_offset, step);
+    copy_tokens(stage + kWeightBytes + kScaleBytes, step);
   }
 
   __device__ void copy_weights(u8* stage, i32 step) const {
-    constexpr i32 kVectorsPerRow = kWeightRowBytes / kVectorBytes;
+    constexpr i32 kRowsAtOnce = Warp::kNumThreads / kWeightVectors;
     const i32 thread = static_cast<i32>(threadIdx.x);
+    const i32 row = thread / kWeightVectors;
+    const i32 vector = thread % kWeightVectors;
     const i32 first_byte = step * kWeightRowBytes;
-    const u8* block = weights + (first_byte >> block_shift) * block_stride +
-                      (first_byte & ((1 << block_shift) - 1));
+    const bool valid = 2 * (first_byte + vector * kVectorBytes) < k;
+    const u8* source = weights + (first_byte >> block_shift) * block_stride +
+                       (first_byte & ((1 << block_shift) - 1));
 #pragma unroll
-    for (i32 i = 0; i < Config::kTileM * kVectorsPerRow / Warp::kNumThreads; ++i) {
-      const i32 index = thread + i * Warp::kNumThreads;
-      const i32 row = index / kVectorsPerRow;
-      const i32 vector = index % kVectorsPerRow;
-      const bool valid = 2 * (first_byte + vector * kVectorBytes) < k;
-      const i64 source = static_cast<i64>(row) * row_bytes + vector * kVectorBytes;
-      ptx::cp_async_cg_16_or_zero(stage + weight_offset(row, vector), block + (valid ? source : 0),
-                                  valid);
+    for (i32 i = 0; i < Config::kTileM / kRowsAtOnce; ++i) {
+      ptx::cp_async_cg_16_or_zero(stage + weight_offset(row + i * kRowsAtOnce, vector),
+                                  source + static_cast<i64>(i * kRowsAtOnce) * row_bytes, valid);
     }
   }
 
   __device__ void copy_scales(u8* stage, i32 step) const {
-    const i32 vector = static_cast<i32>(threadIdx.x);
-    if (vector >= kScaleBytes / kVectorBytes) return;
-    const i32 offset = step * kScaleBytes + vector * kVectorBytes;
-    const bool valid = offset < Config::kTileM * (k / Scale::kBlock);
-    ptx::cp_async_cg_16_or_zero(stage + vector * kVectorBytes, scales + (valid ? offset : 0),
-                                valid);
+    const i32 offset = static_cast<i32>(threadIdx.x) * kVectorBytes;
+    if (offset >= kScaleBytes) return;
+    const bool valid = step * kScaleBytes + offset < Config::kTileM * (k / Scale::kBlock);
+    ptx::cp_async_cg_16_or_zero(stage + offset, scales + step * kScaleBytes, valid);
   }
 
-  __device__ void copy_tokens(u8* stage, const i64* token_offset, i32 step) const {
-    constexpr i32 kVectorsPerRow = 2 * Config::kTileK / kVectorBytes;
+  __device__ void copy_tokens(u8* stage, i32 step) const {
     constexpr i32 kVectorsPerWindow = kTokenRowBytes / kVectorBytes;
-    const i32 thread = static_cast<i32>(threadIdx.x);
+    const i32 vector = static_cast<i32>(threadIdx.x) % kTokenVectors;
+    const i32 byte = 2 * step * Config::kTileK;
+    const bool in_row = byte + vector * kVectorBytes < 2 * k;
 #pragma unroll
-    for (i32 i = 0; i < Config::kTileN * kVectorsPerRow / Warp::kNumThreads; ++i) {
-      const i32 index = thread + i * Warp::kNumThreads;
-      const i32 row = index / kVectorsPerRow;
-      const i32 vector = index % kVectorsPerRow;
-      const i32 byte = 2 * step * Config::kTileK + vector * kVectorBytes;
-      const bool valid = token_offset[row] >= 0 && byte < 2 * k;
-      const i32 offset =
-          token_offset_in_stage(row, vector / kVectorsPerWindow, vector % kVectorsPerWindow);
-      ptx::cp_async_cg_16_or_zero(stage + offset, tokens + (valid ? token_offset[row] + byte : 0),
-                                  valid);
+    for (i32 i = 0; i < kTokenCopies; ++i) {
+      if (token_row(i) >= Config::kTileN) return;
+      const i32 offset = token_offset_in_stage(token_row(i), vector / kVectorsPerWindow,
+                                               vector % kVectorsPerWindow);
+      ptx::cp_async_cg_16_or_zero(stage + offset, tokens[i] + byte, in_row && tokens[i] != nullptr);
     }
   }
 
-  // Eight bytes and the scale of two rows of a fragment.
-  struct RowPair {
-    uint2 codes[2];
-    u32 scale[2];  // multipliers
-    u32 rare[2];
-    bool is_rare;
+  // Scales of rows g and g + 8 of a fragment, of the elements that a lane has in each window.
+  struct ScalePair {
+    u32 bytes[2][kWindows];
 
-    __device__ __forceinline__ void load(const u8* stage, i32 row, i32 window, i32 q) {
-      u32 bytes[2];
+    __device__ __forceinline__ void load(const u8* stage, i32 row, i32 q) {
 #pragma unroll
       for (i32 i = 0; i < 2; ++i) {
-        const i32 r = row + 8 * i;
-        const u8* place = stage + weight_offset(r, 2 * window + q / 2) + q % 2 * 8;
-        codes[i] = *reinterpret_cast<const uint2*>(place);
-        const i32 column = (window * formats::kWindow + 16 * q) / Scale::kBlock;
-        bytes[i] =
-            stage[kWeightBytes + column / 4 * kScaleTileBytes + scale_offset(r) + column % 4];
-        rare[i] = Scale::rare_multiplier(bytes[i]);
+#pragma unroll
+        for (i32 window = 0; window < kWindows; ++window) {
+          const i32 column = (window * formats::kWindow + 16 * q) / Scale::kBlock;
+          bytes[i][window] = stage[kWeightBytes + column / 4 * kScaleTileBytes +
+                                   scale_offset(row + 8 * i) + column % 4];
+        }
       }
-      is_rare = Scale::is_rare(bytes[0]) || Scale::is_rare(bytes[1]);
-      Scale::multipliers(bytes[0], bytes[1], scale[0], scale[1]);
     }
 
-    __device__ __forceinline__ void widen(i32 row, i32 word, bool any_rare, u32 (&pairs)[4]) const {
-      formats::widen_e2m1x8(word == 0 ? codes[row].x : codes[row].y, scale[row], pairs);
-      if (any_rare) {
+    __device__ __forceinline__ bool is_rare() const {
+      bool rare = false;
 #pragma unroll
-        for (u32& pair : pairs) pair = formats::mul_bf16x2(pair, rare[row]);
+      for (i32 window = 0; window < kWindows; ++window) {
+        rare |= Scale::is_rare(bytes[0][window]) || Scale::is_rare(bytes[1][window]);
       }
+      return rare;
     }
   };
 
   __device__ static void multiply_stage(const u8* stage, Accumulators& acc) {
-#pragma unroll
-    for (i32 window = 0; window < kWindows; ++window) multiply_window(stage, window, acc);
-  }
-
-  __device__ static void multiply_window(const u8* stage, i32 window, Accumulators& acc) {
     const i32 lane = static_cast<i32>(threadIdx.x) % 32;
-    RowPair rows[Warp::kFragsM];
-    bool is_rare = false;
+    ScalePair scales[Warp::kFragsM];
+    bool rare = false;
 #pragma unroll
     for (i32 m = 0; m < Warp::kFragsM; ++m) {
-      rows[m].load(stage, Warp::first_row() + 16 * m + lane / 4, window, lane % 4);
-      is_rare |= rows[m].is_rare;
+      scales[m].load(stage, Warp::first_row() + 16 * m + lane / 4, lane % 4);
+      rare |= scales[m].is_rare();
     }
-    const bool any_rare = __any_sync(~0u, is_rare);
+    if (__any_sync(~0u, rare)) {
+      multiply_windows<true>(stage, scales, acc);
+    } else {
+      multiply_windows<false>(stage, scales, acc);
+    }
+  }
+
+  template <bool kRare>
+  __device__ static void multiply_windows(const u8* stage, const ScalePair (&scales)[Warp::kFragsM],
+                                          Accumulators& acc) {
+#pragma unroll
+    for (i32 window = 0; window < kWindows; ++window) {
+      multiply_window<kRare>(stage, window, scales, acc);
+    }
+  }
+
+  template <bool kRare>
+  __device__ static void multiply_window(const u8* stage, i32 window,
+                                         const ScalePair (&scales)[Warp::kFragsM],
+                                         Accumulators& acc) {
+    const i32 lane = static_cast<i32>(threadIdx.x) % 32;
+    const i32 q = lane % 4;
+    uint2 codes[Warp::kFragsM][2];
+    u32 multipliers[Warp::kFragsM][2];
+#pragma unroll
+    for (i32 m = 0; m < Warp::kFragsM; ++m) {
+      const auto& [upper, lower] = scales[m].bytes;
+      Scale::multipliers(upper[window], lower[window], multipliers[m][0], multipliers[m][1]);
+#pragma unroll
+      for (i32 i = 0; i < 2; ++i) {
+        const i32 row = Warp::first_row() + 16 * m + 8 * i + lane / 4;
+        codes[m][i] = *reinterpret_cast<const uint2*>(
+            stage + weight_offset(row, 2 * window + q / 2) + q % 2 * 8);
+      }
+    }
     const u8* tokens = stage + kWeightBytes + kScaleBytes;
 #pragma unroll
     for (i32 word = 0; word < 2; ++word) {
       u32 pairs[Warp::kFragsM][2][4];
 #pragma unroll
       for (i32 m = 0; m < Warp::kFragsM; ++m) {
-        rows[m].widen(0, word, any_rare, pairs[m][0]);
-        rows[m].widen(1, word, any_rare, pairs[m][1]);
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+          formats::widen_e2m1x8(word == 0 ? codes[m][i].x : codes[m][i].y, multipliers[m][i],
+                                pairs[m][i]);
+          if constexpr (kRare) {
+            const u32 rare = Scale::rare_multiplier(scales[m].bytes[i][window]);
+#pragma unroll
+            for (u32& pair : pairs[m][i]) pair = formats::mul_bf16x2(pair, rare);
+          }
+        }
       }
 #pragma unroll
       for (i32 n = 0; n < Warp::kFragsN; ++n) {

@@ -151,9 +151,11 @@ class GemmConfig:
             scaled_rows,
             sort_slots=sort_slots,
         )
-        warps_n = 2 if not is_wgmma and tile_n >= 32 else 1
-        most_doubled = 16 if moe_format.has_block_scales else 32
-        warps_m = 4 * groups
+        has_blocks = moe_format.has_block_scales
+        warps_n = 2 if not is_wgmma and not has_blocks and tile_n >= 32 else 1
+        # No FP4 weight is widened by two warps.
+        warps_m = 8 if has_blocks and not is_wgmma else 4 * groups
+        most_doubled = 32
         producer_warps = 4 if is_wgmma else 0
         return cls(
             gemm_stage=stage,
