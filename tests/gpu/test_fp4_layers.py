@@ -33,7 +33,7 @@ SIZES = [
     Fp4Sizes(1),
     Fp4Sizes(3, top_k=1, block_bytes=64),
     Fp4Sizes(17, hidden=512, inter=512, block_bytes=128),
-    Fp4Sizes(33, hidden=384, activation=ActivationType.Situ, weights_dtype="bfloat16"),
+    Fp4Sizes(33, hidden=512, activation=ActivationType.Situ, weights_dtype="bfloat16"),
     Fp4Sizes(70, activation=ActivationType.Geglu, local=(2, 3)),
     Fp4Sizes(150, pattern="one_expert", top_k=1),
     Fp4Sizes(300, inter=512, experts=3, block_bytes=64),
