@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from cupy_moe.pipeline import Addresses, bind_stages, overrides, plan_for
 from cupy_moe.problem import MoeOperands, MoeProblem, MoeResult
@@ -39,6 +40,10 @@ OperandsT = TypeVar("OperandsT", bound=LayerOperands)
 
 class BoundLayer(Generic[OperandsT]):
     """One layer on fixed CUDA arrays, with scratch and results of its own.
+
+    A run is one launch of a CUDA graph once the layer was prepared, or from its ninth run on, where
+    the driver has CUDA 12.3 or newer and the stream is neither captured nor of a green context;
+    else its kernels are launched one by one.
 
     Parameters
     ----------
@@ -90,6 +95,8 @@ class BoundLayer(Generic[OperandsT]):
     def prepare(self) -> None:
         """Prepare for many runs: load the kernels and put them into a graph.
 
+        During a capture the graph is left to the first run outside of one.
+
         Raises
         ------
         KernelCompileError
@@ -129,7 +136,8 @@ class BoundLayer(Generic[OperandsT]):
 class RepeatableLayer:
     """A layer that ran, without its arrays: runs on others of the same forms.
 
-    Scratch, and the output unless the caller gives one, are allocated at every run.
+    Scratch, and the output unless the caller gives one, are allocated at every run. Runs at
+    the same addresses become a graph as those of a `BoundLayer` do.
 
     Parameters
     ----------
@@ -140,19 +148,21 @@ class RepeatableLayer:
     """
 
     __slots__ = (
-        *("_device", "_framework", "_choices", "_operands", "_output_shape", "_scratch_bytes"),
-        *("_sizes",),
+        *("_device", "_form", "_framework", "_choices", "_operands", "_output_shape"),
+        *("_scratch_bytes", "_sizes"),
     )
 
     def __init__(self, layer: BoundLayer[MoeOperands], operands: Sequence[str]) -> None:
         assert layer.result.output is not None
         self._framework, self._device = layer._framework, layer._device
-        *self._choices, _ = layer._binding
+        self._choices = layer._binding[:-1]
         self._output_shape, self._scratch_bytes = layer.result.output.shape, layer.scratch_bytes
         self._operands = tuple(operands)
         # None for what has no effect on the layer.
         refs = (getattr(layer.operands, name) for name in operands)
         self._sizes = tuple(None if ref is None else ref.nbytes for ref in refs)
+        form = (self._choices, self._operands, self._sizes)
+        self._form = _forms.setdefault(form, _Form())
 
     def run(self, output: Array | None, addresses: Sequence[int]) -> Array | None:
         """Enqueue the layer on the current stream.
@@ -177,7 +187,7 @@ class RepeatableLayer:
         if output is None:
             made = framework.empty(self._output_shape, "bfloat16", device)
             output, output_address = made.owner, made.ptr
-        place = (self, scratch_address, output_address, *addresses)
+        place = (self._form, scratch_address, output_address, *addresses)
         launches = _places.get(place)
         if launches is None:
             if self._overwrites(addresses):
@@ -212,7 +222,16 @@ class RepeatableLayer:
         return tuple((made | at).get(name, 0) for name in _FP8_FIELDS)
 
 
-# Layers with the addresses of their arrays, which allocators hand out again.
+class _Form:
+    """Stands for all that binds a layer but addresses: compared as an object, which is cheap."""
+
+    __slots__ = ("__weakref__",)
+
+
+# One object for equal forms, as long as a layer or a place has it.
+_forms: WeakValueDictionary[tuple[Hashable, ...], _Form] = WeakValueDictionary()
+
+# Forms with the addresses of their arrays, which allocators hand out again.
 _places: Memory[tuple[Hashable, ...], RepeatedLaunches] = Memory(_MAX_PLACES)
 
 

@@ -11,7 +11,7 @@ __all__ = ["allocate_result", "owners", "owners_list"]
 
 
 class ResultOperands(Protocol):
-    """What results are made from: `cupy_moe.plan.MoeOperands` or those of another operation."""
+    """What results are made from: `cupy_moe.problem.MoeOperands` or those of another operation."""
 
     @property
     def hidden_states(self) -> ArrayRef:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -97,8 +97,8 @@ class Gpu:
         self.loaded.append((spec.source, capturing))
         return Function(spec.source, device, spec.source)
 
-    def make_graph(self, device: int, bind: Callable[[int], Iterable[BoundLaunch]]) -> PosingGraph:
-        return PosingGraph(self, [launch.function.name for launch in bind(99)])
+    def make_graph(self, device: int, launches: Iterable[BoundLaunch]) -> PosingGraph:
+        return PosingGraph(self, [launch.function.name for launch in launches])
 
     def launch(self, config: Any, handle: str, params: int, extra: int) -> tuple[str]:
         self.launched.append((handle, int(config.hStream)))
@@ -128,7 +128,7 @@ def posing_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     caches = (
         *(pipeline.bind_stages, pipeline.bind_partitioned_stages, pipeline._load),
         *(pipeline.plan_for, execution._backend, execution._fp4_backend),
-        *(repeated.accepted, repeated._readers, bound_layer._places),
+        *(repeated.accepted, repeated._reader, bound_layer._places),
     )
     for cached in caches:
         cached.cache_clear()

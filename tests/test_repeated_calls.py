@@ -1,9 +1,7 @@
-"""Operations called again: what skips the rules, what does not, and what is kept of a call."""
+"""Operations called again: what skips the rules, and what does not."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -12,12 +10,9 @@ import numpy as np
 import pytest
 
 from cupy_moe import bound_layer, pipeline
-from cupy_moe.fused_moe import fp8_layers, repeated
-from cupy_moe.runtime import scratch
-from cupy_moe.runtime.arrays import HOST, CupyFramework, describe
-from cupy_moe.tiling import Tiling
+from cupy_moe.fused_moe import fp8_layers
+from cupy_moe.runtime.arrays import CupyFramework, describe
 from cupy_moe.validate import Checker
-from tests.array_kinds import ArrayKind
 from tests.fp8_calls import (
     BF16,
     NUMPY,
@@ -26,11 +21,10 @@ from tests.fp8_calls import (
     both_operations,
     every_argument,
     layer_arguments,
-    on,
     shifted,
     strided,
 )
-from tests.posing import Gpu, Posing, posing, posing_arguments, posing_gpu
+from tests.posing import Gpu, posing, posing_arguments, posing_gpu
 
 MATRICES = ("hidden_states", "gemm1_weights", "gemm2_weights", "output", "workspace_buffer")
 VECTORS = ("output1_scales_scalar", "output1_scales_gate_scalar", "output2_scales_scalar")
@@ -276,76 +270,6 @@ def test_packed_words_are_no_tuple(gpu: Gpu) -> None:
     unpacked = posing_arguments(dtype="float32")
     OPERATIONS["routed"](**unpacked)
     assert passes_the_rules(lambda: OPERATIONS["routed"](**unpacked))
-
-
-def test_what_is_not_remembered(gpu: Gpu) -> None:
-    """Three results, and what another tiling or a test has put together."""
-    arguments = posing_arguments(do_finalize=False)
-    for _ in range(2):
-        assert len(OPERATIONS["routed"](**arguments)) == 3
-    with pipeline.tiled_as(Tiling(16, 128, 128)):
-        OPERATIONS["routed"](**posing_arguments())
-    assert len(repeated.accepted) == 0
-    arguments = posing_arguments()
-    OPERATIONS["routed"](**arguments)
-    with pipeline.tiled_as(Tiling(16, 128, 128)):
-        assert not passes_the_rules(lambda: OPERATIONS["routed"](**arguments))
-    assert len(repeated.accepted) == 1
-
-
-def test_every_call_warns(gpu: Gpu) -> None:
-    arguments = posing_arguments("logits", routing_method_type=3, n_group=2, topk_group=1)
-    for _ in range(3):
-        with pytest.warns(UserWarning, match="ignores n_group"):
-            OPERATIONS["logits"](**{**arguments, "top_k": 1})
-
-
-def test_no_array_is_kept_alive(gpu: Gpu) -> None:
-    arguments = posing_arguments(dtype="bfloat16")
-    for _ in range(3):
-        arguments["output"] = OPERATIONS["routed"](**arguments)
-    flat = [a for v in arguments.values() for a in (v if isinstance(v, tuple) else (v,))]
-    alive = [weakref.ref(a) for a in flat if isinstance(a, Posing)]
-    assert len(alive) == 9
-    del arguments, flat
-    gc.collect()
-    assert not any(ref() is not None for ref in alive)
-    assert len(repeated.accepted) > 0
-
-
-def test_memory_is_bounded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    for memory in (repeated.accepted, bound_layer._places):
-        monkeypatch.setattr(memory, "max_entries", 3)
-    calls = [posing_arguments(num_tokens=tokens) for tokens in range(1, 6)]
-    for arguments in calls:
-        for _ in range(3):
-            OPERATIONS["routed"](**arguments)
-    assert len(repeated.accepted) == 3
-    assert len(bound_layer._places) == 3
-    known = [passes_the_rules(lambda a=a: OPERATIONS["routed"](**a)) for a in reversed(calls)]
-    assert known[:3] == [True, True, True]
-
-
-def test_scratch_of_a_repeated_call_in_a_capture_is_kept(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scratch, "_captured", kept := [])
-    arguments = posing_arguments()
-    OPERATIONS["routed"](**arguments)
-    gpu.framework.capturing = True
-    assert passes_the_rules(lambda: OPERATIONS["routed"](**arguments))
-    assert len(kept) == 1
-
-
-def test_host_arrays_are_not_remembered(gpu: Gpu) -> None:
-    """Neither NumPy's nor torch's, whose CUDA tensors are."""
-    torch = pytest.importorskip("torch")
-    assert describe(torch.zeros(1)).device == HOST
-    arguments = on(ArrayKind("torch"), layer_arguments())
-    for _ in range(2):
-        OPERATIONS["routed"](**arguments)
-        OPERATIONS["routed"](**layer_arguments())
-    assert len(repeated.accepted) == 0
 
 
 # --- signatures -----------------------------------------------------------------------------------

@@ -85,9 +85,11 @@ class PlannedMoe:
         Notes
         -----
         CUDA arrays: kernels are enqueued on the current stream of the library of ``hidden_states``
-        and nothing else happens, no allocation and no synchronization. One call of the driver
-        enqueues them all, as a CUDA graph; on a stream of a green context and during a stream
-        capture they are launched one by one.
+        and nothing else happens, no allocation and no synchronization. One launch of a CUDA graph
+        enqueues them all where the driver has CUDA 12.3 or newer and the stream is neither captured
+        nor of a green context; else they are launched one by one. A plan that was made during a
+        capture makes its graph at its first run outside of one. Where the driver refuses the graph,
+        a ``RuntimeWarning`` names its reason once and kernels are launched one by one.
         """
         self._enqueue()
         return self.output

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from operator import itemgetter
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -75,7 +76,20 @@ class _Reader:
         return [OPERAND_FIELDS[names[i]] for i, _ in self._arrays]
 
 
-_readers: Memory[tuple[type, ...], _Reader] = Memory(_MAX_CALLS)
+class _NoSignatureError(Exception):
+    """Arguments of a kind that may change unseen."""
+
+
+@lru_cache(maxsize=_MAX_CALLS)
+def _reader(kinds: tuple[type, ...]) -> _Reader:
+    """Make a reader; refusals are not remembered, as libraries come in later."""
+    for kind in kinds:
+        framework = FRAMEWORKS.get(kind)
+        if not (framework.has_signature if framework else issubclass(kind, _PLAIN_KINDS)):
+            raise _NoSignatureError
+    return _Reader(kinds)
+
+
 accepted: Memory[Key | None, RepeatableLayer] = Memory(_MAX_CALLS)
 """Calls that passed the rules, by their keys; None is never among them."""
 
@@ -101,23 +115,12 @@ def signature(make: MakeLayer, arguments: Arguments) -> tuple[Key | None, list[i
     if type(first) is tuple and len(first) == 2:  # one of another length is never accepted
         arguments = (*first, *arguments[1:])
     kinds = tuple(map(type, arguments))
-    reader = _readers.get(kinds) or _make_reader(kinds)
-    if reader is None or overrides() != _NO_OVERRIDES:
+    if overrides() != _NO_OVERRIDES:
         return None, []
     try:
-        return reader.read(make, arguments)
-    except RuntimeError:  # a tensor without storage, which the rules name
+        return _reader(kinds).read(make, arguments)
+    except (_NoSignatureError, RuntimeError):  # or a tensor without storage, which the rules name
         return None, []
-
-
-def _make_reader(kinds: tuple[type, ...]) -> _Reader | None:
-    for kind in kinds:
-        framework = FRAMEWORKS.get(kind)
-        if not (framework.has_signature if framework else issubclass(kind, _PLAIN_KINDS)):
-            return None
-    reader = _Reader(kinds)
-    _readers.insert(kinds, reader)
-    return reader
 
 
 def run_first(key: Key | None, layer: Layer) -> ArrayLike:
@@ -131,14 +134,15 @@ def run_first(key: Key | None, layer: Layer) -> ArrayLike:
     if key is not None and layer.operands.hidden_states.device != HOST:
         from cupy_moe.bound_layer import BoundLayer, RepeatableLayer
 
-        make, kinds = key[:2]
-        reader = _readers.get(kinds)
-        if reader is not None and isinstance(layer, BoundLayer) and _is_repeatable(layer):
-            accepted.insert(key, RepeatableLayer(layer, reader.operands(make)))
+        make, kinds, plain = key[:3]
+        if isinstance(layer, BoundLayer) and _is_repeatable(layer, plain):
+            accepted.insert(key, RepeatableLayer(layer, _reader(kinds).operands(make)))
     return owners(layer.result)
 
 
-def _is_repeatable(layer: BoundLayer[MoeOperands]) -> bool:
+def _is_repeatable(layer: BoundLayer[MoeOperands], plain: Arguments) -> bool:
     # To make a layer of the Llama4 router may come with a warning, which is due at every call.
     may_warn = layer.problem.routing_method is RoutingMethodType.Llama4
-    return layer.result.output is not None and not may_warn
+    # A key with a NaN equals no other, not even that of the same call.
+    has_nan = any(isinstance(v, (float, np.floating)) and np.isnan(v) for v in plain)
+    return layer.result.output is not None and not may_warn and not has_nan

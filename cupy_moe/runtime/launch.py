@@ -220,15 +220,15 @@ def _driver_launch() -> tuple[DriverValue, DriverValue]:
     return driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
 
 
-def _attribute_text(config: DriverValue) -> str:
-    """Launch attributes of `_launch_config` in words, for errors."""
-    ids, text = import_driver().CUlaunchAttributeID, ""
+def _attributes(config: DriverValue) -> tuple[bool, int]:
+    """Read from a `_launch_config`: programmatic dependent launch, blocks of a cluster."""
+    ids, pdl, cluster = import_driver().CUlaunchAttributeID, False, 1
     for attribute in config.attrs[: config.numAttrs]:
         if attribute.id == ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
-            text += f", cluster {attribute.value.clusterDim.x}"
+            cluster = attribute.value.clusterDim.x
         else:
-            text += ", PDL"
-    return text
+            pdl = True
+    return pdl, cluster
 
 
 @dataclass(slots=True, eq=False)
@@ -243,13 +243,25 @@ class BoundLaunch:
     params: PackedParams
     config: DriverValue  # CUlaunchConfig
 
+    @property
+    def pdl(self) -> bool:
+        """Whether the kernel may start before its predecessor ends."""
+        return _attributes(self.config)[0]
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster, along x."""
+        return _attributes(self.config)[1]
+
     def refusal(self, status: DriverValue) -> RuntimeError:
         """Error for a launch that the driver answered with ``status``."""
         c, function = self.config, self.function
+        pdl, cluster = _attributes(c)
+        attributes = (", PDL" if pdl else "") + (f", cluster {cluster}" if cluster > 1 else "")
         return RuntimeError(
             f"{function.name}: launch of grid {(c.gridDimX, c.gridDimY, c.gridDimZ)} x "
-            f"{c.blockDimX} threads, {c.sharedMemBytes} B of shared memory"
-            f"{_attribute_text(c)} on cuda:{function.device} failed: {describe_error(status)}"
+            f"{c.blockDimX} threads, {c.sharedMemBytes} B of shared memory{attributes} "
+            f"on cuda:{function.device} failed: {describe_error(status)}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -294,6 +295,24 @@ def run_python(code: str, *command: str, timeout: float = 120, **env: str) -> st
     output = f"{result.stdout}\n{result.stderr}"
     assert result.returncode == 0, f"exit code {result.returncode}\n{output}"
     return output
+
+
+def run_in_threads(*works: Callable[[], None]) -> None:
+    """Run at the same time; raises if one of them did."""
+    wrong: list[str] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def host_copies(arrays: Any) -> list[np.ndarray]:

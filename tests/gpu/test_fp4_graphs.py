@@ -12,11 +12,10 @@ from cupy_moe.fused_moe import MoePartitionResources, fp4_bound
 from cupy_moe.runtime.launch import BoundLaunch
 from cupy_moe.runtime.streams import GreenPartitions
 from cupy_moe.testing.compare import assert_bit_equal, to_host
+from cupy_moe.testing.fp4_inputs import Fp4Sizes, fp4_layer
 from tests.fp4_calls import FORMS, run
 from tests.gpu.fp4_layers import (
-    Fp4Sizes,
     compile_kernels,
-    fp4_layer,
     on_library,
     partition_resources,
 )

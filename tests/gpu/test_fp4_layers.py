@@ -10,14 +10,13 @@ import pytest
 
 from cupy_moe import pipeline
 from cupy_moe.testing.compare import assert_bit_equal, assert_within, compare, to_host
+from cupy_moe.testing.fp4_inputs import Fp4Sizes, fp4_layer
 from cupy_moe.tiling import Tiling
 from cupy_moe.types import ActivationType
 from tests.fp4_calls import FORMS, MODES, run
 from tests.gpu.fp4_layers import (
     TOLERANCES,
-    Fp4Sizes,
     compile_kernels,
-    fp4_layer,
     on_host,
     on_library,
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,6 +25,7 @@ from tests.gpu.support import (
     plan_routed_moe,
     poisoned_allocations,
     routed_moe,
+    run_in_threads,
     run_python,
     side_stream,
     small_arguments,
@@ -214,24 +213,6 @@ def test_a_plan_dropped_with_work_on_a_side_stream() -> None:
         assert not done.query(), "the delay was too short to show anything"
     assert all(abs(block.data_ptr() - address) >= num_bytes for block in blocks)
     assert_same(output, expected)
-
-
-def run_in_threads(*works: Callable[[], None]) -> None:
-    """Run at the same time; raises if one of them did."""
-    wrong: list[str] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            wrong.append(repr(error))
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_new_arrays_in_a_thread_without_a_context() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 
 from cupy_moe import bound_layer
 from cupy_moe.fused_moe import repeated
+from cupy_moe.runtime.devices import check, compute_capability
 from cupy_moe.runtime.graph import LaunchGraph
 from cupy_moe.runtime.streams import GreenPartitions, stream_handle
 from cupy_moe.testing.compare import assert_bit_equal, to_host
@@ -25,6 +27,7 @@ from tests.gpu.support import (
     overwrite_arguments,
     plan_routed_moe,
     routed_moe,
+    run_in_threads,
     side_stream,
     small_arguments,
     synchronize,
@@ -160,6 +163,72 @@ def test_a_graph_is_made_while_another_stream_is_captured() -> None:
     assert_bit_equal(static["output"], expected)
     graph.replay()
     assert counter.item() == 2
+
+
+FULL, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)  # port and kind of an edge, port of the successor
+
+
+def edges_of(graph: Any) -> list[tuple[int, int, int]]:
+    """Edges of a graph of fewer than 64."""
+    from cuda.bindings import driver
+
+    get = getattr(driver, "cuGraphGetEdges_v2", None) or driver.cuGraphGetEdges
+    *_, edges, count = check(get(graph, 64), "reading the edges of a graph")
+    return [(edge.from_port, edge.type, edge.to_port) for edge in edges[:count]]
+
+
+@pytest.mark.parametrize("tokens", [5, 33, 1000])  # no permute, one block, a cluster
+@pytest.mark.parametrize("enable_pdl", [None, False])
+def test_kernels_of_a_graph_start_early_where_launches_do(
+    enable_pdl: bool | None, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cuda.bindings import driver
+
+    found = []
+    instantiate = driver.cuGraphInstantiate
+
+    def look_first(graph: Any, flags: int) -> Any:
+        found.append(edges_of(graph))
+        return instantiate(graph, flags)
+
+    monkeypatch.setattr(driver, "cuGraphInstantiate", look_first)
+    call = small_arguments(tokens, seed=3)
+    plan = plan_routed_moe(**move_arguments(call, "torch"), enable_pdl=enable_pdl)
+    (edges,) = found
+    early = enable_pdl is None and compute_capability(0) >= (9, 0)
+    assert len(edges) >= 2
+    assert set(edges) == {PROGRAMMATIC if early else FULL}
+    expected = eager(call, "torch")
+    for _ in range(CALLS):
+        overwrite(plan.output, full(expected.shape, np.nan, BF16, "torch"))
+        assert_bit_equal(plan.run(), expected)
+
+
+@each_library
+def test_another_thread_waits_for_the_device_while_graphs_are_made(
+    library: str, graphs: mock.Mock
+) -> None:
+    calls = [small_arguments(SHAPE[0], seed=seed) for seed in range(3)]
+    arguments = [move_arguments(call, library) for call in calls]
+    expected = [eager(call, library) for call in calls]
+    is_done = threading.Event()
+
+    def wait_for_the_device() -> None:
+        while not is_done.is_set():
+            synchronize()
+
+    def make_graphs() -> None:
+        try:
+            for step in range(300):
+                plan = plan_routed_moe(**arguments[step % 3])
+                for _ in range(2):
+                    assert_bit_equal(plan.run(), expected[step % 3], f"graph {step}")
+        finally:
+            is_done.set()
+
+    graphs.reset_mock()
+    run_in_threads(make_graphs, wait_for_the_device)
+    assert graphs.call_count == 600, "no graph was refused"
 
 
 @each_library
