@@ -1,4 +1,5 @@
-// Weighted sum over a token's slots: out[t, :] = bf16(sum over k of w[t, k] * z[row(t, k), :]).
+// Weighted sum over a token's slots: out[t, :] = bf16(sum over k of w[t, k] * z[row(t, k), :]),
+// where z may come as two partial sums.
 //
 // One block a token and 8 * kNumThreads columns; a thread owns 8 columns. FP32 sum in slot order
 // from +0.0; slots without a row are skipped: their weights do not enter, their rows are not read.
@@ -11,6 +12,7 @@ namespace cupy_moe {
 
 struct Params {
   const u16* gemm2_output;          // [permuted rows, hidden_size] bf16
+  const u16* partial_output;        // what is to be added to it, likewise; split sums only
   const i32* expanded_to_permuted;  // [num_tokens * top_k] row, or -1
   const void* expert_weights;       // [num_tokens * top_k] bf16 or f32, or null: weights of 1
   u16* output;                      // [num_tokens, hidden_size] bf16
@@ -47,18 +49,38 @@ __device__ Slot load_own_slot(const Params& p, i64 token, i32 first, i32 lane) {
 }
 
 // Every row is read once: it leaves the caches first.
-__device__ uint4 load_columns(const Params& p, i64 row, i32 column) {
-  return __ldcs(reinterpret_cast<const uint4*>(p.gemm2_output + row * p.hidden_size + column));
+__device__ uint4 load_columns(const u16* rows, i32 hidden_size, i64 row, i32 column) {
+  return __ldcs(reinterpret_cast<const uint4*>(rows + row * hidden_size + column));
 }
 
-__device__ void accumulate(float (&sum)[8], float weight, const uint4& z) {
-  const u32 words[4] = {z.x, z.y, z.z, z.w};
-#pragma unroll
-  for (i32 i = 0; i < 4; ++i) {
-    sum[2 * i] += weight * formats::decode_bf16_low(words[i]);
-    sum[2 * i + 1] += weight * formats::decode_bf16_high(words[i]);
+// Columns of one row: BF16, or a pair of them that is not rounded to one.
+struct Columns {
+  uint4 z;
+  uint4 partial;
+
+  __device__ void load(const Params& p, i64 row, i32 column) {
+    z = load_columns(p.gemm2_output, p.hidden_size, row, column);
+    if constexpr (Config::kSplitSums) {
+      partial = load_columns(p.partial_output, p.hidden_size, row, column);
+    }
   }
-}
+
+  __device__ void accumulate(float (&sum)[8], float weight) const {
+    const u32 words[4] = {z.x, z.y, z.z, z.w};
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) {
+      float low = formats::decode_bf16_low(words[i]);
+      float high = formats::decode_bf16_high(words[i]);
+      if constexpr (Config::kSplitSums) {
+        const u32 others[4] = {partial.x, partial.y, partial.z, partial.w};
+        low += formats::decode_bf16_low(others[i]);
+        high += formats::decode_bf16_high(others[i]);
+      }
+      sum[2 * i] += weight * low;
+      sum[2 * i + 1] += weight * high;
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(Config::kNumThreads)
     finalize(const __grid_constant__ Params p) {
@@ -75,15 +97,15 @@ extern "C" __global__ void __launch_bounds__(Config::kNumThreads)
   for (i32 first = 0; first < p.top_k; first += kSlotsInFlight) {
     if (first > 0) own = load_own_slot(p, token, first, lane);
     Slot slots[kSlotsInFlight];
-    uint4 z[kSlotsInFlight];
+    Columns z[kSlotsInFlight];
 #pragma unroll
     for (i32 i = 0; i < kSlotsInFlight; ++i) {
       slots[i] = own.shared_by(i);
-      if (slots[i].row >= 0 && in_row) z[i] = load_columns(p, slots[i].row, column);
+      if (slots[i].row >= 0 && in_row) z[i].load(p, slots[i].row, column);
     }
 #pragma unroll
     for (i32 i = 0; i < kSlotsInFlight; ++i) {
-      if (slots[i].row >= 0 && in_row) accumulate(sum, slots[i].weight, z[i]);
+      if (slots[i].row >= 0 && in_row) z[i].accumulate(sum, slots[i].weight);
     }
   }
   if (!in_row) return;

@@ -28,15 +28,20 @@ struct MainloopOf<MainloopKind::Wgmma> {
 };
 using Mainloop = MainloopOf<Config::kMainloopKind>::type;
 
-template <GemmStage kStage>
+template <GemmStage kStage, MoeFormat kFormat>
 struct TransformOf {
-  using type = epilogue::ActivateToE4m3<Config::kActivation>;
-};
-template <>
-struct TransformOf<GemmStage::Fc2> {
   using type = epilogue::ScaleToBf16;
 };
-using Store = epilogue::TileStore<Config, Mainloop, TransformOf<Config::kGemmStage>::type>;
+template <MoeFormat kFormat>
+struct TransformOf<GemmStage::Fc1, kFormat> {
+  using type = epilogue::ActivateToBlocks<Config>;
+};
+template <>
+struct TransformOf<GemmStage::Fc1, MoeFormat::Fp8> {
+  using type = epilogue::ActivateToE4m3<Config::kActivation>;
+};
+using Transform = TransformOf<Config::kGemmStage, Config::kMoeFormat>::type;
+using Store = epilogue::TileStore<Config, Mainloop, Transform>;
 
 extern "C" __global__ void __launch_bounds__(Mainloop::kNumThreads, Config::kMinBlocks)
     grouped_gemm(const __grid_constant__ Params p) {
@@ -46,14 +51,14 @@ extern "C" __global__ void __launch_bounds__(Mainloop::kNumThreads, Config::kMin
   extern __shared__ __align__(1024) u8 smem_raw[];
 
   constexpr i32 kGroups = Config::kTileM / Mainloop::kGroupRows;
-  const i64 pitch = static_cast<i64>(p.m / Mainloop::kGroupRows) * Store::kRowBytes;
   Mainloop::for_each_tile(
       *reinterpret_cast<Smem*>(smem_raw), p,
       [&](const gemm::Tile& tile, Mainloop::Group& group, const Mainloop::Accumulators& acc,
           const epilogue::ExpertScales& scales) {
         const i32 m_group = tile.m_tile * kGroups + group.index;
-        u8* output = p.output + tile.first_row * pitch + m_group * Store::kRowBytes;
-        Store::run(group, acc, scales, tile.num_rows, output, pitch);
+        u8* output = p.output + static_cast<i64>(tile.first_row) * p.output_pitch;
+        Store::run(group, acc, scales, tile.num_rows, output, m_group * Store::kFeatures,
+                   p.output_pitch);
       });
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from cupy_moe.pipeline import Addresses, bind_stages, overrides, plan_for
@@ -15,14 +16,29 @@ from cupy_moe.runtime.graph import RepeatedLaunches
 from cupy_moe.runtime.memory import Memory
 from cupy_moe.runtime.scratch import allocate
 
-__all__ = ["BoundLayer", "RepeatableLayer"]
+__all__ = ["BoundLayer", "LayerOperands", "RepeatableLayer", "fp8_addresses"]
 
 _MAX_PLACES = 1024  # about 4 KiB each, and a graph
 
+_FP8_FIELDS = tuple(n for n in Addresses._fields if n not in Addresses._field_defaults)
 _WRITTEN = ("routing_replay_out", "output", "workspace_buffer")
 
 
-class BoundLayer:
+class LayerOperands(Protocol):
+    """What a layer needs to know of the arrays of any operation."""
+
+    hidden_states: ArrayRef
+    topk_weights: ArrayRef | None
+    output: ArrayRef | None
+    workspace_buffer: ArrayRef | None
+    routed_scaling_factor: float
+    enable_pdl: bool | None
+
+
+OperandsT = TypeVar("OperandsT", bound=LayerOperands)
+
+
+class BoundLayer(Generic[OperandsT]):
     """One layer on fixed CUDA arrays, with scratch and results of its own.
 
     A run is one launch of a CUDA graph once the layer was prepared, or from its ninth run on, where
@@ -33,13 +49,15 @@ class BoundLayer:
     ----------
     problem : MoeProblem
         Of at least one token.
-    operands : MoeOperands
+    operands : LayerOperands
         CUDA arrays of one device, validated against the problem. The layer keeps them alive.
+    addresses : callable
+        From operands, result and scratch to the fields of `cupy_moe.problem.Addresses`.
 
     Attributes
     ----------
     problem : MoeProblem
-    operands : MoeOperands
+    operands : LayerOperands
     result : MoeResult
         Arrays of the kind of ``hidden_states``.
     scratch_bytes : int
@@ -51,7 +69,12 @@ class BoundLayer:
         *("operands", "problem", "result", "scratch_bytes"),
     )
 
-    def __init__(self, problem: MoeProblem, operands: MoeOperands) -> None:
+    def __init__(
+        self,
+        problem: MoeProblem,
+        operands: OperandsT,
+        addresses: Callable[[OperandsT, MoeResult, ArrayRef], tuple[Any, ...]],
+    ) -> None:
         hidden = operands.hidden_states
         framework, device = hidden.framework, hidden.device
         arch, tiling = overrides()
@@ -63,9 +86,9 @@ class BoundLayer:
         self.result = allocate_result(problem, operands, plan.capacity)
         self._framework, self._device = framework, device
         self.problem, self.operands, self._scratch = problem, operands, scratch
-        addresses = _addresses(operands, self.result, scratch)
+        places = addresses(operands, self.result, scratch)
         factor, pdl = operands.routed_scaling_factor, operands.enable_pdl
-        self._binding = (problem, device, arch, tiling, pdl, factor, addresses)
+        self._binding = (problem, device, arch, tiling, pdl, factor, places)
         self._launches = RepeatedLaunches(device, partial(bind_stages, *self._binding))
         self._stream: int | None = None
 
@@ -129,7 +152,7 @@ class RepeatableLayer:
         *("_scratch_bytes", "_sizes"),
     )
 
-    def __init__(self, layer: BoundLayer, operands: Sequence[str]) -> None:
+    def __init__(self, layer: BoundLayer[MoeOperands], operands: Sequence[str]) -> None:
         assert layer.result.output is not None
         self._framework, self._device = layer._framework, layer._device
         self._choices = layer._binding[:-1]
@@ -187,8 +210,8 @@ class RepeatableLayer:
             end_of_written = max(end_of_written, span_end) if is_written else end_of_written
         return False
 
-    def _binding(self, addresses: Sequence[int], scratch: int, output: int) -> Addresses:
-        """Put together the addresses of a run; 0 for scratch and output that the caller gave."""
+    def _binding(self, addresses: Sequence[int], scratch: int, output: int) -> tuple[int, ...]:
+        """Put together the fields of `Addresses`; 0 for scratch and output of the caller's."""
         operands = zip(self._operands, addresses, self._sizes, strict=True)
         at = {name: address for name, address, size in operands if size is not None}
         made = {
@@ -196,7 +219,7 @@ class RepeatableLayer:
             "output": output or at.get("output", 0),
             "expert_weights": at.get("topk_weights", 0),
         }
-        return Addresses(*((made | at).get(name, 0) for name in Addresses._fields))
+        return tuple((made | at).get(name, 0) for name in _FP8_FIELDS)
 
 
 class _Form:
@@ -212,8 +235,8 @@ _forms: WeakValueDictionary[tuple[Hashable, ...], _Form] = WeakValueDictionary()
 _places: Memory[tuple[Hashable, ...], RepeatedLaunches] = Memory(_MAX_PLACES)
 
 
-def _addresses(operands: MoeOperands, result: MoeResult, scratch: ArrayRef) -> tuple[int, ...]:
-    """Fields of `cupy_moe.pipeline.Addresses`; a plain tuple, as it is made at every call."""
+def fp8_addresses(operands: MoeOperands, result: MoeResult, scratch: ArrayRef) -> tuple[int, ...]:
+    """Fields of `cupy_moe.problem.Addresses`; a plain tuple, as it is made at every call."""
     o, r = operands, result
     weights = r.expert_weights or o.topk_weights
     return (

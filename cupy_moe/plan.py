@@ -11,19 +11,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
+from cupy_moe.kernels.add_rows import AddRowsConfig, all_add_rows_configs
+from cupy_moe.kernels.cast import CastConfig, all_cast_configs
 from cupy_moe.kernels.expand import ExpandConfig, all_expand_configs
 from cupy_moe.kernels.finalize import FinalizeConfig, all_finalize_configs
 from cupy_moe.kernels.finalize_rmsnorm import (
     FinalizeRmsnormConfig,
     all_finalize_rmsnorm_configs,
 )
-from cupy_moe.kernels.grouped_gemm import (
-    GemmConfig,
-    GemmStage,
-    MainloopKind,
-    all_gemm_configs,
-    mainloop_for,
-)
+from cupy_moe.kernels.gemm_tiles import GemmStage, MainloopKind, mainloop_for
+from cupy_moe.kernels.grouped_gemm import GemmConfig, all_gemm_configs
 from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs, permute_config
 from cupy_moe.kernels.route import RouteConfig, all_route_configs, route_config
 from cupy_moe.problem import DeviceTraits, MoeProblem, RoutingSource
@@ -39,15 +36,25 @@ from cupy_moe.tiling import (
 if TYPE_CHECKING:
     from cupy_moe.runtime.jit import KernelSpec
 
-__all__ = ["KernelConfig", "MoePlan", "ScratchLayout", "all_specializations", "plan_moe"]
+__all__ = [
+    "GemmPart",
+    "KernelConfig",
+    "MoePlan",
+    "ScratchLayout",
+    "all_specializations",
+    "plan_moe",
+]
 
 KernelConfig: TypeAlias = (
-    "RouteConfig | PermuteConfig | ExpandConfig | GemmConfig | FinalizeConfig"
-    " | FinalizeRmsnormConfig"
+    "RouteConfig | PermuteConfig | ExpandConfig | CastConfig | GemmConfig | AddRowsConfig "
+    "| FinalizeConfig | FinalizeRmsnormConfig"
 )
 
 # Every scratch buffer starts on its own 256 bytes, as allocators and 16-byte vectors want it.
 SCRATCH_ALIGNMENT = 256
+
+# Buffers of FC2's output where every partition has a part of K.
+PARTIAL_SUMS = ("partial_sums_0", "partial_sums_1")
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,18 @@ class ScratchLayout:
 
 
 @dataclass(frozen=True)
+class GemmPart:
+    """What one partition computes of a GEMM; without partitions, all of it."""
+
+    rows: int  # of the weights
+    k: int
+    grid: int
+    token_offset: int = 0  # bytes to the first column of K
+    output_offset: int = 0  # bytes to the first output column
+    output_buffer: str = ""  # of partial sums, in the scratch
+
+
+@dataclass(frozen=True)
 class MoePlan:
     """Specializations, grids and buffers of one problem on one device."""
 
@@ -79,13 +98,15 @@ class MoePlan:
     permute: PermuteConfig | None  # None: the GEMMs sort the slots themselves
     expand: ExpandConfig | None
     expand_grid: int
+    cast: CastConfig | None
     fc1: GemmConfig
     fc2: GemmConfig
-    fc1_grid: int
-    fc2_grid: int
+    fc1_parts: tuple[GemmPart, ...]  # one per partition
+    fc2_parts: tuple[GemmPart, ...]
     take_tiles: bool  # blocks take tiles from a counter instead of walking in a fixed stride
     stream_weights: bool  # they leave L2 first
     prefetch_steps: int  # of K, of a block's most probable first tile, before the order is known
+    add_rows: AddRowsConfig | None  # of partial sums that are handed out
     finalize: FinalizeConfig | None
     scratch: ScratchLayout
 
@@ -100,11 +121,42 @@ def _persistent_grid(config: GemmConfig, rows: int, token_tiles: int, num_sms: i
     return max(1, min(num_sms * config.min_blocks, rows // config.tile_m * token_tiles))
 
 
+def _parts(
+    problem: MoeProblem, fc1: GemmConfig, fc2: GemmConfig, token_tiles: int, num_sms: int
+) -> tuple[tuple[GemmPart, ...], tuple[GemmPart, ...]]:
+    """Shares of the partitions in FC1 and FC2."""
+
+    def part(config: GemmConfig, rows: int, k: int, sms: int, *place: int | str) -> GemmPart:
+        token_offset, output_offset, buffer = place or (0, 0, "")
+        grid = _persistent_grid(config, rows, token_tiles, sms)
+        return GemmPart(rows, k, grid, int(token_offset), int(output_offset), str(buffer))
+
+    hidden, inter = problem.hidden_size, problem.intermediate_size
+    if problem.strategy is None:
+        return (
+            (part(fc1, problem.fc1_rows, hidden, num_sms),),
+            (part(fc2, hidden, inter, num_sms),),
+        )
+    sms = list(enumerate(problem.partition_sms))
+    fc1_parts = (part(fc1, inter, hidden, n, 0, p * inter, "") for p, n in sms)
+    if problem.strategy == "tp_n_tp_n":
+        fc2_parts = (part(fc2, hidden // 2, inter, n, 0, p * hidden, "") for p, n in sms)
+    else:
+        fc2_parts = (
+            part(fc2, hidden, inter // 2, n, p * inter, 0, PARTIAL_SUMS[p]) for p, n in sms
+        )
+    return tuple(fc1_parts), tuple(fc2_parts)
+
+
 def _scratch_buffers(
     problem: MoeProblem, capacity: int, token_tiles: int, *, sort: bool
 ) -> list[tuple[str, int]]:
     """Buffers of a plan; what the caller receives is not among them."""
-    buffers = [("intermediate", capacity * problem.intermediate_size)]
+    has_blocks = problem.moe_format.has_block_scales
+    element = 2 if has_blocks else 1
+    buffers = [("intermediate", element * capacity * problem.intermediate_size)]
+    if has_blocks:
+        buffers.append(("tokens", element * problem.num_tokens * problem.hidden_size))
     if not sort:
         buffers += [
             ("permuted_to_expanded", 4 * capacity),
@@ -113,10 +165,14 @@ def _scratch_buffers(
         ]
     if problem.routing_source is RoutingSource.Logits:
         buffers.append(("topk_ids", 4 * problem.num_slots))
+    row_bytes = 2 * capacity * problem.hidden_size
+    if problem.strategy == "tp_n_tp_k":
+        buffers += [(name, row_bytes) for name in PARTIAL_SUMS]
+    elif problem.do_finalize:
+        buffers.append(("gemm2_output", row_bytes))
     if problem.do_finalize:
         buffers.append(("expanded_to_permuted", 4 * problem.num_slots))
-        buffers.append(("gemm2_output", 2 * capacity * problem.hidden_size))
-        if problem.routing_source is not RoutingSource.Unpacked:
+        if problem.routing_source is not RoutingSource.Unpacked or problem.rounds_weights:
             buffers.append(("expert_weights", 2 * problem.num_slots))
     return buffers
 
@@ -133,7 +189,8 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
     tiling = tiling or choose_tiling(problem, device)
     if tiling not in tile_candidates(problem, device):
         raise ValueError(f"tiling {tiling} does not fit {problem} on {device.arch}.")
-    kind, tile_n = mainloop_for(device.arch), tiling.tile_n
+    kind = mainloop_for(device.arch, problem.moe_format)
+    tile_n = tiling.tile_n
     token_tiles = max_token_tiles(problem.num_slots, problem.local_num_experts, tile_n)
     capacity = token_tiles * tile_n
     fc1 = GemmConfig.make(
@@ -142,6 +199,7 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         kind,
         tiling.fc1_tile_m,
         tile_n,
+        moe_format=problem.moe_format,
         gather_tokens=tiling.gather,
         sort_slots=tiling.sort,
     )
@@ -151,9 +209,12 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         kind,
         tiling.fc2_tile_m,
         tile_n,
+        moe_format=problem.moe_format,
         gather_tokens=False,
         sort_slots=tiling.sort,
     )
+    fc1_parts, fc2_parts = _parts(problem, fc1, fc2, token_tiles, device.num_sms)
+    adds_rows = problem.strategy == "tp_n_tp_k" and not problem.do_finalize
     expand = None if tiling.gather else ExpandConfig()
     from_logits = problem.routing_source is RoutingSource.Logits
     permute = permute_config(
@@ -170,14 +231,18 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         permute=None if tiling.sort else permute,
         expand=expand,
         expand_grid=expand.grid(capacity, device.num_sms) if expand else 0,
+        cast=CastConfig(problem.moe_format) if problem.moe_format.has_block_scales else None,
         fc1=fc1,
         fc2=fc2,
-        fc1_grid=_persistent_grid(fc1, problem.fc1_rows, token_tiles, device.num_sms),
+        fc1_parts=fc1_parts,
+        fc2_parts=fc2_parts,
         take_tiles=takes_tiles(problem, fc1, device.num_sms),
         stream_weights=streams_weights(problem, tile_n),
         prefetch_steps=prefetch_steps(problem, fc1, device.num_sms),
-        fc2_grid=_persistent_grid(fc2, problem.hidden_size, token_tiles, device.num_sms),
-        finalize=FinalizeConfig() if problem.do_finalize else None,
+        add_rows=AddRowsConfig() if adds_rows else None,
+        finalize=FinalizeConfig(split_sums=problem.strategy == "tp_n_tp_k")
+        if problem.do_finalize
+        else None,
         scratch=ScratchLayout.pack(
             _scratch_buffers(problem, capacity, token_tiles, sort=tiling.sort)
         ),
@@ -190,7 +255,9 @@ def all_specializations(arch: str) -> list[KernelSpec]:
         *all_route_configs(),
         *all_permute_configs(arch),
         *(all_expand_configs() if mainloop_for(arch) is MainloopKind.Wgmma else []),
-        *all_gemm_configs(mainloop_for(arch)),
+        *all_cast_configs(),
+        *all_gemm_configs(arch),
+        *all_add_rows_configs(),
         *all_finalize_configs(),
         *all_finalize_rmsnorm_configs(),
     ]

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from cupy_moe.types import ActivationType, RoutingMethodType
+from cupy_moe.types import ActivationType, MoeFormat, RoutingMethodType
 
 if TYPE_CHECKING:
     from cupy_moe.runtime.arrays import ArrayRef
 
-__all__ = ["DeviceTraits", "MoeOperands", "MoeProblem", "MoeResult", "RoutingSource"]
+__all__ = [
+    "Addresses",
+    "DeviceTraits",
+    "MatrixAddresses",
+    "MoeOperands",
+    "MoeProblem",
+    "MoeResult",
+    "RoutingSource",
+    "Strategy",
+]
+
+Strategy: TypeAlias = Literal["tp_n_tp_n", "tp_n_tp_k"]
 
 
 class RoutingSource(Enum):
@@ -44,6 +55,12 @@ class MoeProblem:
     norm_topk_prob: bool
     logits_dtype: str | None
     bias_dtype: str | None
+    moe_format: MoeFormat = MoeFormat.Fp8
+    weight_block_bytes: int = 0  # of BlockMajorK; 0: MajorK
+    token_scale_pitch: int = 0  # block scales between two tokens
+    rounds_weights: bool = False  # FP32 weights are given, BF16 ones are used
+    strategy: Strategy | None = None  # how FC2 is partitioned
+    partition_sms: tuple[int, ...] = ()  # multiprocessors of each partition
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -104,3 +121,42 @@ class DeviceTraits:
 
     arch: str
     num_sms: int
+
+
+class MatrixAddresses(NamedTuple):
+    """Where the FP4 weights of one partition are, and their block scales."""
+
+    gemm1_weights: int
+    gemm1_scales: int
+    gemm2_weights: int
+    gemm2_scales: int
+
+
+class Addresses(NamedTuple):
+    """Where the arrays of a call are, 0 for none.
+
+    ``expert_weights``, ``gemm2_output`` and ``expanded_to_permuted`` lie in the scratch then.
+    """
+
+    hidden_states: int
+    gemm1_weights: int
+    gemm2_weights: int
+    output1_scales: int
+    output1_gate_scales: int
+    output2_scales: int
+    clamp_limit: int
+    topk_ids: int
+    routing_logits: int
+    routing_bias: int
+    routing_replay_out: int
+    scratch: int
+    output: int
+    expert_weights: int
+    gemm2_output: int
+    expanded_to_permuted: int
+    # FP4 only; weights are in `matrices` then, one entry per partition.
+    hidden_states_scale: int = 0
+    alpha: int = 0
+    beta: int = 0
+    unrounded_weights: int = 0
+    matrices: tuple[MatrixAddresses, ...] = ()

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cupy_moe.kernels.grouped_gemm import (
+from cupy_moe.kernels.gemm_tiles import (
     TILE_K,
-    TILE_SHAPES,
-    GemmConfig,
     MainloopKind,
     gather_choices,
     mainloop_for,
     sort_choices,
+    tile_shapes,
 )
+from cupy_moe.kernels.grouped_gemm import GemmConfig
 from cupy_moe.problem import DeviceTraits, MoeProblem
 
 __all__ = [
@@ -47,8 +47,8 @@ class Tiling:
 
 def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
     """All tilings that divide the problem's weights; any of them gives the same bits."""
-    kind = mainloop_for(device.arch)
-    shapes = TILE_SHAPES[kind]
+    kind = mainloop_for(device.arch, problem.moe_format)
+    shapes = tile_shapes(kind, problem.moe_format)
     return [
         Tiling(tile_n, fc1_tile_m, fc2_tile_m, gather, sort)
         for fc1_tile_m, tile_n in shapes
@@ -84,7 +84,7 @@ def _choose_tile_n(problem: MoeProblem, kind: MainloopKind) -> int:
     share = _share(problem)
     if kind is MainloopKind.Wgmma:
         return next((tile for tile, most in _WGMMA_SHARES.items() if share <= most), 128)
-    tiles = sorted({tile_n for _, tile_n in TILE_SHAPES[kind]})
+    tiles = sorted({tile_n for _, tile_n in tile_shapes(kind, problem.moe_format)})
     return next((tile for tile in tiles if tile >= share), tiles[-1])
 
 
@@ -100,7 +100,7 @@ def _expected_waves(
 def _choose_tile_m(problem: MoeProblem, rows: int, tile_n: int, num_sms: int) -> int:
     """Largest tile whose last wave leaves few multiprocessors idle, else the least idle one."""
     largest = 256 if _share(problem) >= _COMPUTE_BOUND_SHARE else 128
-    shapes = TILE_SHAPES[MainloopKind.Wgmma]
+    shapes = tile_shapes(MainloopKind.Wgmma, problem.moe_format)
     sizes = [m for m, n in shapes if n == tile_n and m <= largest and rows % m == 0]
 
     def busy(tile_m: int) -> float:
@@ -113,7 +113,7 @@ def _choose_tile_m(problem: MoeProblem, rows: int, tile_n: int, num_sms: int) ->
 
 def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
     """Tiling for the sizes and the device; a matter of speed only."""
-    kind = mainloop_for(device.arch)
+    kind = mainloop_for(device.arch, problem.moe_format)
     tile_n = _choose_tile_n(problem, kind)
     fc1_tile_m = fc2_tile_m = 128
     if kind is MainloopKind.Wgmma:
@@ -132,9 +132,9 @@ def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
 def takes_tiles(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> bool:
     """Whether blocks take tiles from a counter: a trip to L2 each, which uneven or many repay.
 
-    Without the permutation kernel nobody sets the counters to zero.
+    The portable loop does not. Without the permutation kernel nobody sets the counters to zero.
     """
-    if fc1.sort_slots:
+    if fc1.sort_slots or fc1.mainloop_kind is MainloopKind.Mma:
         return False
     waves = _expected_waves(problem, problem.fc1_rows, fc1.tile_m, fc1.tile_n, num_sms)
     return fc1.tile_n >= _UNEVEN_TILE_N or waves > _FEW_WAVES
@@ -151,7 +151,8 @@ def prefetch_steps(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> int:
     The tiles are guessed: every expert is hit by so many slots, and has one token tile.
     """
     share = _share(problem)
-    if fc1.sort_slots or not fc1.gather_tokens or share < _ALL_EXPERTS_SHARE:
+    is_portable = fc1.mainloop_kind is MainloopKind.Mma
+    if is_portable or fc1.sort_slots or not fc1.gather_tokens or share < _ALL_EXPERTS_SHARE:
         return 0
     step_bytes = num_sms * fc1.tile_m * TILE_K
     return min(problem.hidden_size // TILE_K, _PREFETCH_BYTES // step_bytes)

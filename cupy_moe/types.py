@@ -6,9 +6,15 @@ the two is a compile error, never a wrong number.
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 
-__all__ = ["ActivationType", "RoutingInputMode", "RoutingMethodType", "WeightLayout"]
+__all__ = [
+    "ActivationType",
+    "MoeFormat",
+    "RoutingInputMode",
+    "RoutingMethodType",
+    "WeightLayout",
+]
 
 
 class RoutingMethodType(IntEnum):
@@ -78,3 +84,22 @@ class WeightLayout(IntEnum):
     MajorK = 0  # (E, M, K bytes), K contiguous
     MajorMn = 1  # never supported
     BlockMajorK = 2  # (E, K bytes / block, M, block)
+
+
+class MoeFormat(Enum):
+    """What hidden states, weights and the FC1 output of a layer are."""
+
+    Fp8 = "fp8"  # E4M3 throughout, scales per tensor
+    Nvfp4 = "nvfp4"  # E2M1 throughout, an E4M3 scale per 16
+    Mxfp8 = "mxfp8"  # E4M3 and E2M1 weights, a UE8M0 scale per 32
+    Bf16 = "bf16"  # BF16 and E2M1 weights with a UE8M0 scale per 32
+
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether weights are E2M1 with block scales."""
+        return self is not MoeFormat.Fp8
+
+    @property
+    def scale_block(self) -> int:
+        """Elements of K per weight scale; 1 without block scales."""
+        return {MoeFormat.Fp8: 1, MoeFormat.Nvfp4: 16}.get(self, 32)

@@ -34,7 +34,9 @@ def posing_arguments(operation: str = "routed", **options: Any) -> dict[str, Any
 
 
 def posing(value: Any) -> Any:
-    """View NumPy arrays, also those in a tuple, as posing ones."""
+    """View NumPy arrays, also those in a tuple or list, as posing ones."""
+    if isinstance(value, list):
+        return [posing(v) for v in value]
     if isinstance(value, tuple):
         return tuple(posing(v) for v in value)
     return value.view(Posing) if isinstance(value, np.ndarray) else value
@@ -124,7 +126,8 @@ def posing_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(launch_module, "_driver_launch", lambda: (gpu.launch, success))
     monkeypatch.setattr(execution, "require_supported_device", lambda *_: None)
     caches = (
-        *(pipeline.bind_stages, pipeline._load, pipeline.plan_for, execution._backend),
+        *(pipeline.bind_stages, pipeline.bind_partitioned_stages, pipeline._load),
+        *(pipeline.plan_for, execution._backend, execution._fp4_backend),
         *(repeated.accepted, repeated._reader, bound_layer._places),
     )
     for cached in caches:

@@ -17,10 +17,11 @@ import pytest
 
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
-from cupy_moe.kernels.grouped_gemm import TILE_SHAPES, MainloopKind, mainloop_for
+from cupy_moe.kernels.gemm_tiles import MainloopKind, mainloop_for, tile_shapes
 from cupy_moe.plan import all_specializations
 from cupy_moe.runtime.compile_log import KernelResources
 from cupy_moe.runtime.jit import KernelSpec, compile_cubin, compile_ptx
+from cupy_moe.types import MoeFormat
 
 # What a block may use of an SM's shared memory, in KiB.
 SHARED_MEMORY_KIB = {
@@ -36,7 +37,7 @@ REGISTERS_OF_AN_SM = 65536
 
 # What feeds the tensor cores of each main loop, and the copies ahead of them.
 INSTRUCTIONS = {
-    # mma.sync m16n8k16, FP16 in, FP32 sums; cp.async.
+    # mma.sync m16n8k16, FP16 or BF16 in, FP32 sums; cp.async.
     MainloopKind.Mma: {"Fc1": ("HMMA.16816.F32", "LDGSTS"), "Fc2": ("HMMA.16816.F32", "LDGSTS")},
     # wgmma on E4M3; tensor copies. FC1 gathers by cp.async or has its rows in place.
     MainloopKind.Wgmma: {"Fc1": ("QGMMA", "UTMALDG.4D"), "Fc2": ("QGMMA", "UTMALDG.2D")},
@@ -66,7 +67,9 @@ def is_disassembled(spec: KernelSpec) -> bool:
     """One of each GEMM's tiles, and all small kernels but the router's; the rest differs little."""
     config = dict(spec.config)
     if spec.source == "grouped_gemm":
-        return config["activation"].name in {"Swiglu", "Identity"}
+        is_one_of_fp4 = config["moe_format"] is MoeFormat.Nvfp4 and not config["sort_slots"]
+        is_of_format = config["moe_format"] is MoeFormat.Fp8 or is_one_of_fp4
+        return is_of_format and config["activation"].name in {"Swiglu", "Identity"}
     return spec.source != "route" or config["method"].name == "Default"
 
 
@@ -133,11 +136,12 @@ def test_blocks_fit_a_multiprocessor(arch, kernels):
 
 
 def test_grouped_gemm_runs_on_tensor_cores_with_async_copies(arch, kernels):
-    kind = mainloop_for(arch)
     listings = [(spec, k.sass) for spec, k in kernels if spec.source == "grouped_gemm" and k.sass]
-    assert len(listings) >= 2 * len(TILE_SHAPES[kind])
+    shapes = [tile_shapes(mainloop_for(arch, f), f) for f in MoeFormat]
+    assert len(listings) >= 2 * len(set().union(*shapes))
     for spec, sass in listings:
         config = dict(spec.config)
+        kind = config["mainloop_kind"]
         expected = [*INSTRUCTIONS[kind][config["gemm_stage"].name]]
         if kind is MainloopKind.Wgmma and config["gather_tokens"]:
             expected.append("LDGSTS")

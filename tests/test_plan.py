@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cupy_moe.bench.sweep import problem_of
 from cupy_moe.bench.workloads import WORKLOADS
-from cupy_moe.kernels.grouped_gemm import MainloopKind
+from cupy_moe.kernels.gemm_tiles import MainloopKind
 from cupy_moe.plan import all_specializations, plan_moe
 from cupy_moe.problem import DeviceTraits, MoeProblem
 from cupy_moe.tiling import Tiling, choose_tiling, tile_candidates
@@ -45,8 +45,8 @@ def test_any_problem_gets_one_of_its_candidates(device: DeviceTraits, problem: M
     plan = plan_moe(problem, device)
     assert plan.fc1.gather_tokens == (plan.expand is None)
     for config, rows, grid in (
-        (plan.fc1, problem.fc1_rows, plan.fc1_grid),
-        (plan.fc2, problem.hidden_size, plan.fc2_grid),
+        (plan.fc1, problem.fc1_rows, plan.fc1_parts[0].grid),
+        (plan.fc2, problem.hidden_size, plan.fc2_parts[0].grid),
     ):
         assert rows % config.tile_m == 0
         # Blocks look their first tile up before they know how many there are.

@@ -38,6 +38,10 @@ enum class ActivationType {
   Situ,
 };
 
+// What hidden states, weights and the FC1 output are: E4M3 throughout (Fp8), or FP4 weights with
+// block scales, and hidden states and FC1 output of the kind that names the format.
+enum class MoeFormat { Fp8, Nvfp4, Mxfp8, Bf16 };
+
 // The two GEMMs of a layer.
 enum class GemmStage { Fc1, Fc2 };
 

@@ -6,7 +6,9 @@ namespace cupy_moe::epilogue {
 struct ExpertScales {
   float output;  // s1 (FC1) or s2 (FC2)
   float gate;    // sg, FC1 only
-  float limit;   // clamp limit on raw accumulators, SwigluStep only
+  float limit;   // clamp limit on raw accumulators; SwigluStep and FC1 of FP4 only
+  float alpha;   // slope of the sigmoid (Swiglu) or bound of the gate (Situ); FC1 of FP4 only
+  float beta;    // added to the raw up half (Swiglu) or its bound (Situ); FC1 of FP4 only
 };
 
 }  // namespace cupy_moe::epilogue

@@ -13,9 +13,11 @@
 
 #include "common/types.cuh"
 #include "epilogue/activation.cuh"
+#include "epilogue/requantize.cuh"
 #include "epilogue/scales.cuh"
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
+#include "formats/k_order.cuh"
 
 namespace cupy_moe::epilogue {
 
@@ -24,7 +26,9 @@ template <ActivationType kActivation>
 struct ActivateToE4m3 {
   static constexpr bool kGated = is_gated(kActivation);
   static constexpr i32 kFeaturesPer32Rows = kGated ? 16 : 32;
+  static constexpr i32 kStagedBytes = 1;
   static constexpr i32 kElementBytes = 1;
+  static constexpr bool kRequantizes = false;
 
   __device__ static void stage(u8* row, i32 block, i32 half, i32 group, float x0, float x1,
                                const ExpertScales& scales) {
@@ -44,7 +48,9 @@ struct ActivateToE4m3 {
 // FC2: dequantize and round once to BF16.
 struct ScaleToBf16 {
   static constexpr i32 kFeaturesPer32Rows = 32;
+  static constexpr i32 kStagedBytes = 2;
   static constexpr i32 kElementBytes = 2;
+  static constexpr bool kRequantizes = false;
 
   __device__ static void stage(u8* row, i32 block, i32 half, i32 group, float x0, float x1,
                                const ExpertScales& scales) {
@@ -58,7 +64,7 @@ template <typename Config, typename Mainloop, typename Transform>
 struct TileStore {
   static constexpr i32 kFeatures = Mainloop::kGroupRows / 32 * Transform::kFeaturesPer32Rows;
   static constexpr i32 kRowBytes = kFeatures * Transform::kElementBytes;
-  static constexpr i32 kPitch = kRowBytes + 16;  // spreads the rows over the banks
+  static constexpr i32 kPitch = kFeatures * Transform::kStagedBytes + 16;  // spreads over the banks
   using Accumulators = typename Mainloop::Accumulators;
   using Group = typename Mainloop::Group;
   static_assert(kRowBytes % 16 == 0, "rows leave in 16-byte vectors");
@@ -86,7 +92,16 @@ struct TileStore {
     }
   }
 
-  __device__ static void write(const Group& group, u8* output, i64 pitch, i32 num_rows) {
+  __device__ static void write(const Group& group, u8* output, i32 feature, i64 pitch, i32 num_rows,
+                               const ExpertScales& scales) {
+    if constexpr (Transform::kRequantizes) {
+      requantize(group, output, feature, pitch, num_rows, scales);
+    } else {
+      copy(group, output + feature * Transform::kElementBytes, pitch, num_rows);
+    }
+  }
+
+  __device__ static void copy(const Group& group, u8* output, i64 pitch, i32 num_rows) {
     constexpr i32 kVectorsPerRow = kRowBytes / 16;
 #pragma unroll 2
     for (i32 i = group.thread; i < num_rows * kVectorsPerRow; i += Mainloop::kGroupThreads) {
@@ -97,10 +112,28 @@ struct TileStore {
     }
   }
 
-  // `output` is the group's first row and feature, `pitch` the bytes of an output row. Padding rows
-  // are not written.
+  // Eight features a lane. Whole warps go on together, as lanes share blocks.
+  __device__ static void requantize(const Group& group, u8* output, i32 feature, i64 pitch,
+                                    i32 num_rows, const ExpertScales& scales) {
+    constexpr i32 kEightsPerRow = kFeatures / 8;
+    static_assert(Mainloop::kGroupColumns * kEightsPerRow % 32 == 0, "staged for whole warps");
+    const i32 lane = group.thread % 32;
+    for (i32 first = group.thread - lane; first < num_rows * kEightsPerRow;
+         first += Mainloop::kGroupThreads) {
+      const i32 row = (first + lane) / kEightsPerRow;
+      const i32 eight = (first + lane) % kEightsPerRow;
+      u32 pairs[4];
+      Transform::requantize(group.staging() + row * kPitch + eight * 8 * Transform::kStagedBytes,
+                            scales, pairs);
+      if (row < num_rows)
+        formats::store_in_k_order(output + row * pitch, feature / 8 + eight, pairs);
+    }
+  }
+
+  // `output` is the tile's first row, `feature` the group's first one, `pitch` the bytes of a row.
+  // Padding rows are not written.
   __device__ static void run(Group& group, const Accumulators& acc, const ExpertScales& scales,
-                             i32 num_rows, u8* output, i64 pitch) {
+                             i32 num_rows, u8* output, i32 feature, i64 pitch) {
 #pragma unroll
     for (i32 first = 0; first < Mainloop::kFragsN; first += Mainloop::kStagedFragsN) {
       const i32 chunk = first / Mainloop::kStagedFragsN;
@@ -109,8 +142,8 @@ struct TileStore {
       group.acquire_staging();
       stage(group, acc, first, scales);
       group.sync();
-      write(group, output + first_row * pitch, pitch,
-            min(num_rows - first_row, Mainloop::kGroupColumns));
+      write(group, output + first_row * pitch, feature, pitch,
+            min(num_rows - first_row, Mainloop::kGroupColumns), scales);
     }
   }
 };

@@ -45,6 +45,14 @@ __device__ __forceinline__ u16 encode_e4m3x2(float low, float high) {
 #endif
 }
 
+// One code as FP32, exactly.
+__device__ __forceinline__ float decode_e4m3(u8 code) {
+  const u32 magnitude = code & 0x7Fu;
+  if (magnitude == 0x7Fu) return __uint_as_float(0x7FC00000u);
+  const u32 bits = ((code & 0x80u) << 24) | (magnitude << 20);  // the value times 2^-120
+  return __uint_as_float(bits) * 0x1p120f;
+}
+
 // Four codes of a word as two words of FP16 pairs, in order, each times kF16FromE4m3Scale.
 #if __CUDA_ARCH__ >= 890
 constexpr float kF16FromE4m3Scale = 1.0f;

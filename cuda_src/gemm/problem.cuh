@@ -8,19 +8,23 @@
 namespace cupy_moe::gemm {
 
 struct Params {
-  TensorMap token_map;              // of `tokens` unless gathered; by tensor copies only
-  TensorMap weight_map;             // of `weights`; by tensor copies only
-  const u8* weights;                // [local_num_experts, m, k] e4m3, prepared
-  const u8* tokens;                 // [num_tokens, k] e4m3 to gather from, else [permuted rows, k]
+  TensorMap token_map;      // of `tokens` unless gathered; by tensor copies only
+  TensorMap weight_map;     // of `weights`; by tensor copies only
+  const u8* weights;        // [local_num_experts, m, k] e4m3, or e2m1 packed; prepared
+  const u8* weight_scales;  // [local_num_experts, m, k / block] in the 128x4 order; FP4 only
+  const u8* tokens;         // [num_tokens, k] e4m3 to gather from, else [permuted rows, k];
+                            // bf16 in the order of formats/k_order.cuh for FP4
   const i32* permuted_to_expanded;  // [permuted rows] token * top_k + slot; FC1 only
   const int4* tile_info;            // [token tiles] expert, its first tile, its tiles, rows in use
   const i32* num_n_tiles;           // [1] token tiles in use
   u32* tile_counter;  // [1] tiles taken after every block's first, or null; Hopper loop only
-  const float* output_scales;  // [local_num_experts] s1 (FC1) or s2 (FC2)
-  const float* gate_scales;    // [local_num_experts] sg; FC1 only
-  const float* clamp_limits;   // [local_num_experts] or null: 7 / sg; SwigluStep only
+  const float* output_scales;  // [local_num_experts] s1 (FC1) or s2 (FC2), or null: 1
+  const float* gate_scales;    // [local_num_experts] sg, or null: 1; FC1 only
+  const float* clamp_limits;   // [local_num_experts] or null: 7 / sg (SwigluStep), no limit (FP4)
+  const float* alphas;         // [local_num_experts] or null; FC1 of FP4 only
+  const float* betas;          // [local_num_experts] or null; FC1 of FP4 only
   const void* token_scales;    // [num_tokens * top_k] bf16 or f32, or null; FC1 only
-  u8* output;                  // FC1: [permuted rows, features] e4m3; FC2: bf16
+  u8* output;                  // FC1: [permuted rows, features] e4m3, or like tokens; FC2: bf16
   // Where the kernel sorts the slots itself; the maps before are null then. FC1 writes the last
   // two, as the permutation kernel does else.
   const i32* topk_ids;        // [num_slots] ids or packed words
@@ -32,23 +36,38 @@ struct Params {
   i32 local_expert_offset;
   i32 m;
   i32 k;
+  i32 token_pitch;         // bytes between rows of tokens
+  i32 output_pitch;        // bytes between rows of the output
+  i32 weight_block_shift;  // of a block of K there are 1 << that many bytes in a row; FP4 only
   i32 top_k;
   i32 token_scales_are_f32;
   // Of the Hopper loop only.
   i32 stream_weights;  // they leave L2 first
   i32 prefetch_steps;  // of K, of the first tile's weights, into L2
+  // Of FC1 of FP4 only, where there are no vectors.
+  float default_alpha;
+  float default_beta;
 };
 
 template <typename Config>
 constexpr bool kIsFc1 = Config::kGemmStage == GemmStage::Fc1;
 
+__device__ __forceinline__ float load_or(const float* values, i32 expert, float otherwise) {
+  return values != nullptr ? values[expert] : otherwise;
+}
+
 template <typename Config>
 __device__ __forceinline__ epilogue::ExpertScales load_scales(const Params& p, i32 expert) {
-  epilogue::ExpertScales scales{p.output_scales[expert], 1.0f, 0.0f};
+  epilogue::ExpertScales scales{};
+  scales.output = load_or(p.output_scales, expert, 1.0f);
   if constexpr (kIsFc1<Config>) {
-    scales.gate = p.gate_scales[expert];
-    if constexpr (Config::kActivation == ActivationType::SwigluStep) {
-      scales.limit = p.clamp_limits != nullptr ? p.clamp_limits[expert] : 7.0f / scales.gate;
+    scales.gate = load_or(p.gate_scales, expert, 1.0f);
+    if constexpr (Config::kMoeFormat != MoeFormat::Fp8) {
+      scales.limit = load_or(p.clamp_limits, expert, __int_as_float(0x7F800000));
+      scales.alpha = load_or(p.alphas, expert, p.default_alpha);
+      scales.beta = load_or(p.betas, expert, p.default_beta);
+    } else if constexpr (Config::kActivation == ActivationType::SwigluStep) {
+      scales.limit = load_or(p.clamp_limits, expert, 7.0f / scales.gate);
     }
   }
   return scales;

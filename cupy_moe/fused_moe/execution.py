@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from dataclasses import replace
+from functools import cache, lru_cache, partial
 from typing import Protocol
 
-from cupy_moe.fused_moe.fp4_operands import Fp4Mode, Fp4Operands
+from cupy_moe.fused_moe.fp4_operands import Fp4Operands, Strategy
 from cupy_moe.fused_moe.settings import MoeSettings
 from cupy_moe.kernels.permute import MAX_LOCAL_EXPERTS
 from cupy_moe.problem import MoeOperands, MoeProblem, MoeResult, RoutingSource
 from cupy_moe.results import allocate_result
 from cupy_moe.runtime.arrays import HOST
-from cupy_moe.types import RoutingMethodType
+from cupy_moe.types import MoeFormat, RoutingMethodType
 from cupy_moe.validate import require_supported_device
 
 __all__ = ["Layer", "bind", "bind_fp4"]
@@ -104,36 +105,53 @@ def bind(operation: str, settings: MoeSettings, operands: MoeOperands) -> Layer:
 
 
 def bind_fp4(operation: str, settings: MoeSettings, operands: Fp4Operands) -> Layer:
-    """Make the FP4 layer of a call, which arrays in host memory have so far.
-
-    Parameters
-    ----------
-    operation : str
-        Public name, for messages.
-    settings : MoeSettings
-    operands : Fp4Operands
-        Checked, routing included.
-
-    Raises
-    ------
-    NotImplementedError
-        The arrays are in CUDA memory.
-    """
-    hidden, weights = operands.hidden_states, operands.topk_weights
-    if hidden.device != HOST:
-        raise NotImplementedError(
-            f"{operation}: only arrays in host memory run yet, hidden_states is on "
-            f"{hidden.device_name}. Bring all arrays to the host, x.cpu() in torch or x.get() in "
-            "CuPy, to run the NumPy reference."
-        )
-    is_rounded = weights is None or operands.mode is Fp4Mode.Nvfp4
+    """Make the FP4 layer of a call; parameters as in `bind`."""
+    weights = operands.topk_weights
+    is_rounded = weights is None or operands.mode is MoeFormat.Nvfp4
     dtype = "bfloat16" if weights is None or is_rounded else weights.dtype
-    problem = _problem_of(operation, settings, operands, operands.hidden_size, dtype)
-    if not problem.num_tokens:
-        return _EmptyLayer(problem, operands)
-    from cupy_moe.fused_moe.host import Fp4HostLayer
+    plain = _problem_of(operation, settings, operands, operands.hidden_size, dtype)
+    problem = _fp4_problem(
+        plain,
+        operands.mode,
+        _block_bytes(operands),
+        _token_scale_pitch(operands),
+        weights is not None and weights.dtype != dtype,
+        operands.strategy,
+        () if operands.resources is None else operands.resources.sm_counts,
+    )
+    backend = _fp4_backend(operation, operands.hidden_states.device)
+    return backend(problem, operands) if problem.num_tokens else _EmptyLayer(problem, operands)
 
-    return Fp4HostLayer(problem, operands)
+
+@lru_cache(maxsize=1024)
+def _fp4_problem(
+    problem: MoeProblem,
+    mode: MoeFormat,
+    weight_block_bytes: int,
+    token_scale_pitch: int,
+    rounds_weights: bool,
+    strategy: Strategy | None,
+    partition_sms: tuple[int, ...],
+) -> MoeProblem:
+    return replace(
+        problem,
+        moe_format=mode,
+        weight_block_bytes=weight_block_bytes,
+        token_scale_pitch=token_scale_pitch,
+        rounds_weights=rounds_weights,
+        strategy=strategy,
+        partition_sms=partition_sms,
+    )
+
+
+def _block_bytes(operands: Fp4Operands) -> int:
+    shape = operands.gemm1[0].weights.shape
+    return shape[3] if len(shape) == 4 else 0
+
+
+def _token_scale_pitch(operands: Fp4Operands) -> int:
+    scales, num_tokens = operands.hidden_states_scale, operands.hidden_states.shape[0]
+    return scales.size // num_tokens if scales is not None and num_tokens else 0
 
 
 def _problem_of(
@@ -169,9 +187,22 @@ def _backend(operation: str, device: int) -> Callable[[MoeProblem, MoeOperands],
         from cupy_moe.fused_moe.host import Fp8HostLayer
 
         return Fp8HostLayer
-    from cupy_moe.bound_layer import BoundLayer
+    from cupy_moe.bound_layer import BoundLayer, fp8_addresses
 
-    return BoundLayer
+    return partial(BoundLayer, addresses=fp8_addresses)
+
+
+@cache
+def _fp4_backend(operation: str, device: int) -> Callable[[MoeProblem, Fp4Operands], Layer]:
+    """As `_backend`, of the FP4 operations."""
+    require_supported_device(operation, device)
+    if device == HOST:
+        from cupy_moe.fused_moe.host import Fp4HostLayer
+
+        return Fp4HostLayer
+    from cupy_moe.fused_moe.fp4_bound import bound_fp4_layer
+
+    return bound_fp4_layer
 
 
 class _EmptyLayer:

@@ -167,8 +167,10 @@ def prims_ts_fp4_block_scale_moe(
         has gaps, is misaligned (16 bytes for ``hidden_states``, weights and ``output``; scales 32
         in CUDA and 16 in host memory) or overlaps ``output``; a size is out of range or contradicts
         another; an option is given where it has no meaning.
+    RuntimeError
+        A kernel would have to be loaded during a stream capture: make the call once before.
     NotImplementedError
-        Arrays in CUDA memory; another activation; biases or ``per_token_scale``.
+        Another activation; biases or ``per_token_scale``; more experts or slots than kernels count.
 
     Warns
     -----
@@ -177,9 +179,9 @@ def prims_ts_fp4_block_scale_moe(
 
     Notes
     -----
-    Arrays in host memory run the NumPy reference, which computes sums in float64. A token's row
-    does not depend on the other tokens' data; an expert that a token names twice counts twice.
-    T = 0 gives empty results.
+    On a GPU all products are exact and sums are FP32. Arrays in host memory run the NumPy
+    reference, which computes sums in float64. A token's row does not depend on the other tokens'
+    data; an expert that a token names twice counts twice. T = 0 gives empty results.
 
     Name and arguments are those of the operation in FlashInfer.
     """

@@ -216,6 +216,7 @@ def partitioned_layer(
         },
     )
     _check_device(check, partition_resources)
+    operands.resources = partition_resources
     routing = (routing_logits, routing_bias, topk_ids, topk_weights, routing_replay_out)
     return _routed(check, settings, operands, routed_scaling_factor, *routing, output)
 

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
-from typing import Literal, TypeAlias
 
-from cupy_moe.formats import MX_BLOCK, NVFP4_BLOCK
+from cupy_moe.fused_moe.partitions import MoePartitionResources
+from cupy_moe.problem import Strategy
 from cupy_moe.runtime.arrays import ArrayRef
+from cupy_moe.types import MoeFormat
 
-__all__ = ["Fp4Mode", "Fp4Operands", "PreparedMatrix", "Strategy"]
-
-Strategy: TypeAlias = Literal["tp_n_tp_n", "tp_n_tp_k"]
-
-
-class Fp4Mode(Enum):
-    """Format of the hidden states and of the FC1 output; weights are E2M1 in every mode."""
-
-    Nvfp4 = "nvfp4"  # E2M1, one E4M3 scale per 16
-    Mxfp8 = "mxfp8"  # E4M3, one UE8M0 scale per 32
-    Bf16 = "bf16"  # BF16 without scales
-
-    @property
-    def scale_block(self) -> int:
-        """Elements of K per weight scale."""
-        return NVFP4_BLOCK if self is Fp4Mode.Nvfp4 else MX_BLOCK
+__all__ = ["Fp4Operands", "PreparedMatrix", "Strategy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +46,21 @@ class Fp4Operands:
 
     Attributes
     ----------
-    mode : Fp4Mode
+    mode : MoeFormat
+        One with block scales.
     strategy : {"tp_n_tp_n", "tp_n_tp_k"} or None
         How FC2 is partitioned; None without partitions.
     hidden_size : int
         Logical: ``hidden_states`` may be packed.
     gemm1, gemm2 : tuple of PreparedMatrix
         One entry per partition.
+    resources : MoePartitionResources or None
+        Streams of the partitions.
+    workspace_buffer : None
+        These operations take none.
     """
 
-    mode: Fp4Mode
+    mode: MoeFormat
     strategy: Strategy | None
     hidden_size: int
     hidden_states: ArrayRef
@@ -91,6 +81,8 @@ class Fp4Operands:
     output: ArrayRef | None = None
     routed_scaling_factor: float = 1.0
     enable_pdl: bool | None = None
+    resources: MoePartitionResources | None = None
+    workspace_buffer: ArrayRef | None = None
 
     def named_arrays(self) -> Iterator[tuple[str, ArrayRef | None]]:
         """All arrays under the names of the public arguments."""

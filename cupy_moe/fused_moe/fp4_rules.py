@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_moe.fused_moe.fp4_operands import Fp4Mode, Fp4Operands, PreparedMatrix, Strategy
+from cupy_moe.fused_moe.fp4_operands import Fp4Operands, PreparedMatrix, Strategy
 from cupy_moe.fused_moe.settings import SIZE_MULTIPLE, MoeSettings
 from cupy_moe.runtime.arrays import HOST, ArrayRef
-from cupy_moe.types import ActivationType, WeightLayout
+from cupy_moe.types import ActivationType, MoeFormat, WeightLayout
 from cupy_moe.validate import (
     E4M3_SCALES,
     F32,
@@ -36,7 +36,7 @@ BLOCK_BYTES = (64, 128)  # of BlockMajorK
 SCALE_ALIGNMENT = 32
 PADDED_SCALES = 16  # scales per token of MXFP8 tokens may be padded to a multiple
 
-_MODES = {"uint8": Fp4Mode.Nvfp4, "float8_e4m3fn": Fp4Mode.Mxfp8, "bfloat16": Fp4Mode.Bf16}
+_MODES = {"uint8": MoeFormat.Nvfp4, "float8_e4m3fn": MoeFormat.Mxfp8, "bfloat16": MoeFormat.Bf16}
 
 
 def require_gated(operation: str, value: object) -> None:
@@ -95,7 +95,7 @@ def describe_fp4_layer(
     """
     operation = "FP4 MoE" if strategy is None else "Partitioned FP4 MoE"
     hidden, mode = _describe_hidden_states(check, operation, hidden_states)
-    hidden_size = hidden.shape[1] * (2 if mode is Fp4Mode.Nvfp4 else 1)
+    hidden_size = hidden.shape[1] * (2 if mode is MoeFormat.Nvfp4 else 1)
     _check_sizes(check, settings, mode, strategy, hidden_size)
     scales = _describe_token_scales(check, mode, hidden.shape[0], hidden_size, hidden_states_scale)
     fc1, fc2 = _geometries(settings, strategy, hidden_size)
@@ -134,7 +134,7 @@ def describe_fp4_layer(
 
 def _describe_hidden_states(
     check: Checker, operation: str, value: ArrayLike
-) -> tuple[ArrayRef, Fp4Mode]:
+) -> tuple[ArrayRef, MoeFormat]:
     name = "hidden_states"
     ref = check.anchor(name, value)
     mode = _MODES.get(ref.dtype)
@@ -144,7 +144,7 @@ def _describe_hidden_states(
             f"hidden_states must be uint8 (packed E2M1), float8_e4m3fn or bfloat16, got "
             f"{ref.dtype}. Quantize with cupy_moe.weights."
         )
-    columns = "hidden_size/2" if mode is Fp4Mode.Nvfp4 else "hidden_size"
+    columns = "hidden_size/2" if mode is MoeFormat.Nvfp4 else "hidden_size"
     if len(ref.shape) != 2:
         got = f"shape {tuple(ref.shape)}"
         check.refuse(ValueError, name, f"be (num_tokens, {columns})", got)
@@ -154,7 +154,7 @@ def _describe_hidden_states(
 
 
 def _check_sizes(
-    check: Checker, settings: MoeSettings, mode: Fp4Mode, strategy: Strategy | None, hidden: int
+    check: Checker, settings: MoeSettings, mode: MoeFormat, strategy: Strategy | None, hidden: int
 ) -> None:
     """Every partition has whole 128x4 tiles of scales (and with them whole shuffle blocks)."""
     multiple, why = SIZE_MULTIPLE, ""
@@ -172,10 +172,10 @@ def _check_sizes(
 
 
 def _describe_token_scales(
-    check: Checker, mode: Fp4Mode, num_tokens: int, hidden_size: int, value: ArrayLike | None
+    check: Checker, mode: MoeFormat, num_tokens: int, hidden_size: int, value: ArrayLike | None
 ) -> ArrayRef | None:
     name = "hidden_states_scale"
-    if mode is Fp4Mode.Bf16:
+    if mode is MoeFormat.Bf16:
         if value is not None:
             rule = "be None for hidden_states in bfloat16"
             check.refuse(ValueError, name, rule, type(value).__name__)
@@ -185,14 +185,14 @@ def _describe_token_scales(
         check.refuse(ValueError, name, rule, "None", "Quantize with cupy_moe.weights.")
     columns = hidden_size // mode.scale_block
     padded = -(-columns // PADDED_SCALES) * PADDED_SCALES
-    widths = [columns, padded] if mode is Fp4Mode.Mxfp8 and padded > columns else [columns]
+    widths = [columns, padded] if mode is MoeFormat.Mxfp8 and padded > columns else [columns]
     sizes = tuple(num_tokens * width for width in widths)
     symbols = f"num_tokens * hidden_size/{mode.scale_block}"
     return check.bytes_of(name, value, _scale_dtypes(mode), sizes, symbols)
 
 
-def _scale_dtypes(mode: Fp4Mode) -> tuple[str, ...]:
-    return E4M3_SCALES if mode is Fp4Mode.Nvfp4 else UE8M0_SCALES
+def _scale_dtypes(mode: MoeFormat) -> tuple[str, ...]:
+    return E4M3_SCALES if mode is MoeFormat.Nvfp4 else UE8M0_SCALES
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def _geometries(
 def _describe_matrix(
     check: Checker,
     settings: MoeSettings,
-    mode: Fp4Mode,
+    mode: MoeFormat,
     layout: WeightLayout,
     strategy: Strategy | None,
     geometry: _Geometry,

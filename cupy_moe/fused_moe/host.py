@@ -13,10 +13,11 @@ from cupy_moe.formats import decode_bf16, encode_bf16
 from cupy_moe.fused_moe.fp4_operands import Fp4Operands, PreparedMatrix
 from cupy_moe.plan import max_token_tiles
 from cupy_moe.problem import MoeOperands, MoeProblem, RoutingSource
-from cupy_moe.reference.moe import DEFAULT_TILE, fp4_moe, fp8_moe
+from cupy_moe.reference.moe import DEFAULT_TILE, Mode, fp4_moe, fp8_moe
 from cupy_moe.reference.routing import decode_packed, select_experts
 from cupy_moe.results import allocate_result
 from cupy_moe.runtime.arrays import ArrayRef, to_numpy
+from cupy_moe.types import MoeFormat
 
 __all__ = ["Fp4HostLayer", "Fp8HostLayer"]
 
@@ -24,6 +25,13 @@ I32: TypeAlias = NDArray[np.int32]
 F32: TypeAlias = NDArray[np.float32]
 Computed: TypeAlias = "NDArray[np.uint16] | tuple[NDArray[np.uint16], I32]"
 OperandsT = TypeVar("OperandsT", MoeOperands, Fp4Operands)
+
+
+_MODES: dict[MoeFormat, Mode] = {
+    MoeFormat.Nvfp4: "nvfp4",
+    MoeFormat.Mxfp8: "mxfp8",
+    MoeFormat.Bf16: "bf16",
+}
 
 
 class _HostLayer(ABC, Generic[OperandsT]):
@@ -118,7 +126,7 @@ class Fp4HostLayer(_HostLayer[Fp4Operands]):
             to_numpy(o.output2_scales),
             ids,
             weights,
-            mode=o.mode.value,
+            mode=_MODES[o.mode],
             activation=problem.activation,
             num_experts=problem.num_experts,
             local_expert_offset=problem.local_expert_offset,

@@ -39,6 +39,8 @@ class MoePartitionResources:
         As they were given.
     device : int
         CUDA ordinal, or -1 for host memory.
+    handles : tuple of int
+        Handles of the CUDA streams; empty for host memory.
     topology : tuple
         One entry per CUDA stream: ("green", number of multiprocessors, context class, stream class,
         priority). Equal contexts and equal streams share a class, counted from 0 in order of
@@ -67,22 +69,27 @@ class MoePartitionResources:
             )
         handles = tuple(map(_cuda_handle, self.streams))
         self._mutex = Lock()
-        self._handles: tuple[int, ...] = tuple(h for h in handles if h is not None)
+        self.handles: tuple[int, ...] = tuple(h for h in handles if h is not None)
         self.device = HOST
         self.topology: Topology = ()
-        if not self._handles:
+        if not self.handles:
             return
-        if len(self._handles) == 1:
+        if len(self.handles) == 1:
             other = handles.index(None)
             raise ValueError(
                 f"{_NAME}: streams must be two CUDA streams or none, got "
                 f"{type(self.streams[other]).__name__} as streams[{other}]."
             )
-        infos = [inspect_stream(handle) for handle in self._handles]
+        infos = [inspect_stream(handle) for handle in self.handles]
         _check_green(infos)
         self.device, self.topology = infos[0].device, _topology(infos)
         self._forked = Event(self.device)
         self._done = Event(self.device), Event(self.device)
+
+    @property
+    def sm_counts(self) -> tuple[int, ...]:
+        """Multiprocessors of each CUDA stream's context; empty for host memory."""
+        return tuple(count for _, count, *_ in self.topology)
 
     def fork(self, caller: Any = None) -> None:
         """Let both streams wait for what the caller's stream has been given so far.
@@ -97,23 +104,28 @@ class MoePartitionResources:
         ValueError
             The stream is on another device.
         """
-        if self.device == HOST:
-            return
-        self._forked.record(self._caller_handle(caller))
-        for handle in self._handles:
-            self._forked.block(handle)
+        if self.device != HOST:
+            self.fork_from(self._caller_handle(caller))
 
     def join(self, caller: Any = None) -> None:
         """Let the caller's stream wait for what both streams have been given so far.
 
         Parameters and errors are those of `fork`.
         """
-        if self.device == HOST:
-            return
-        waiting = self._caller_handle(caller)
-        for handle, done in zip(self._handles, self._done, strict=True):
+        if self.device != HOST:
+            self.join_into(self._caller_handle(caller))
+
+    def fork_from(self, stream: int) -> None:
+        """Fork from the handle of a stream on the device."""
+        self._forked.record(stream)
+        for handle in self.handles:
+            self._forked.block(handle)
+
+    def join_into(self, stream: int) -> None:
+        """Join into the handle of a stream on the device."""
+        for handle, done in zip(self.handles, self._done, strict=True):
             done.record(handle)
-            done.block(waiting)
+            done.block(stream)
 
     def launch_guard(self) -> AbstractContextManager[Any]:
         """Host mutex for everything from before a fork to after the last enqueued launch.

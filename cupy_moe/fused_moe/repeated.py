@@ -28,6 +28,7 @@ from cupy_moe.validate import ArrayLike
 
 if TYPE_CHECKING:
     from cupy_moe.bound_layer import BoundLayer, RepeatableLayer
+    from cupy_moe.problem import MoeOperands
 
 __all__ = ["accepted", "run_first", "signature"]
 
@@ -139,7 +140,7 @@ def run_first(key: Key | None, layer: Layer) -> ArrayLike:
     return owners(layer.result)
 
 
-def _is_repeatable(layer: BoundLayer, plain: Arguments) -> bool:
+def _is_repeatable(layer: BoundLayer[MoeOperands], plain: Arguments) -> bool:
     # To make a layer of the Llama4 router may come with a warning, which is due at every call.
     may_warn = layer.problem.routing_method is RoutingMethodType.Llama4
     # A key with a NaN equals no other, not even that of the same call.

@@ -17,6 +17,7 @@ COLUMNS_PER_THREAD = 8
 
 PARAMS = ParamLayout(
     ("gemm2_output", "ptr"),
+    ("partial_output", "ptr"),
     ("expanded_to_permuted", "ptr"),
     ("expert_weights", "ptr"),
     ("output", "ptr"),
@@ -31,6 +32,7 @@ class FinalizeConfig:
     """Specialization of the finalize kernel."""
 
     num_threads: int = 128
+    split_sums: bool = False  # rows come as two partial sums
 
     def spec(self) -> KernelSpec:
         """Return the translation unit of this specialization."""
@@ -44,7 +46,7 @@ class FinalizeConfig:
 
 def all_finalize_configs() -> list[FinalizeConfig]:
     """Every specialization a plan can ask for."""
-    return [FinalizeConfig()]
+    return [FinalizeConfig(split_sums=split) for split in (False, True)]
 
 
 def bind_finalize(
@@ -53,6 +55,7 @@ def bind_finalize(
     *,
     num_tokens: int,
     gemm2_output: int,
+    partial_output: int,
     expanded_to_permuted: int,
     expert_weights: int,
     output: int,
@@ -65,6 +68,7 @@ def bind_finalize(
     """Prepare a launch of the loaded ``config``; addresses as in ``Params`` of the kernel."""
     params = PARAMS.pack(
         gemm2_output,
+        partial_output,
         expanded_to_permuted,
         expert_weights,
         output,

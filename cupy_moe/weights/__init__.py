@@ -1,9 +1,9 @@
 """Preparation of weights and routing words for the operations.
 
-`quantize` takes a model's expert weights all the way to the arguments of an operation,
-`activations` does the hidden states, `calibrate` chooses the one factor that depends on data,
-`layouts` has the single steps and their inverses, `shards` cuts prepared weights in two for
-partitioned layers, and `topk` packs routing decisions.
+`quantize` takes a model's expert weights all the way to the arguments of an operation and
+`checkpoints` those that are FP4 already, `activations` does the hidden states, `calibrate` chooses
+the one factor that depends on data, `layouts` has the single steps and their inverses, `shards`
+cuts prepared weights in two for partitioned layers, and `topk` packs routing decisions.
 """
 
 from cupy_moe.formats import fp8_quantize, mxfp4_quantize, mxfp8_quantize, nvfp4_quantize
@@ -13,6 +13,11 @@ from cupy_moe.weights.activations import (
     quantize_activations_nvfp4,
 )
 from cupy_moe.weights.calibrate import calibrate_intermediate_scale
+from cupy_moe.weights.checkpoints import (
+    Nvfp4Projection,
+    experts_from_gpt_oss,
+    experts_from_nvfp4,
+)
 from cupy_moe.weights.layouts import (
     from_block_major_k,
     gemm1_row_order,
@@ -50,8 +55,11 @@ __all__ = [
     "Fp4ExpertWeights",
     "Fp8ExpertWeights",
     "MoeShardedWeights",
+    "Nvfp4Projection",
     "PreparedWeightLayout",
     "calibrate_intermediate_scale",
+    "experts_from_gpt_oss",
+    "experts_from_nvfp4",
     "fp8_quantize",
     "from_block_major_k",
     "gemm1_row_order",

@@ -23,11 +23,15 @@ _T = TypeVar("_T")
 
 
 def on_device(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Run a function with the device of its first array argument current."""
+    """Run a function with the device of its first array argument current.
+
+    The first array of a tuple counts, too.
+    """
 
     @wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        for argument in (*args, *kwargs.values()):
+        for value in (*args, *kwargs.values()):
+            argument = value[0] if isinstance(value, tuple) and value else value
             if hasattr(argument, "__dlpack__"):
                 with device_guard(describe(argument, function.__name__).device):
                     return function(*args, **kwargs)

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-_LINEAR_HALF = frozenset(
+LINEAR_HALF = frozenset(
     {
         ActivationType.Swiglu,
         ActivationType.Geglu,
@@ -54,8 +54,8 @@ _LINEAR_HALF = frozenset(
         ActivationType.Identity,
     }
 )
-_FP8_ACTIVATIONS = _LINEAR_HALF | {ActivationType.Situ, ActivationType.Relu2, ActivationType.Silu}
-_FP4_ACTIVATIONS = frozenset({ActivationType.Swiglu, ActivationType.Geglu, ActivationType.Situ})
+_FP8_ACTIVATIONS = LINEAR_HALF | {ActivationType.Situ, ActivationType.Relu2, ActivationType.Silu}
+FP4_ACTIVATIONS = frozenset({ActivationType.Swiglu, ActivationType.Geglu, ActivationType.Situ})
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,12 +172,12 @@ def quantize_experts_fp8(
         not one of the above.
     """
     name = "quantize_experts_fp8"
-    activation = _require_activation(name, activation_type, _FP8_ACTIVATIONS)
+    activation = require_activation(name, activation_type, _FP8_ACTIVATIONS)
     w1, w2, restore = _weights(name, w1, w2, gated=activation.is_gated)
     q1, g1 = _each_expert(fp8_quantize, w1)
     q2, g2 = _each_expert(fp8_quantize, w2)
-    g_x = _per_expert(name, "input_scale", input_scale, w1)
-    c = _per_expert(name, "intermediate_scale", intermediate_scale, w1)
+    g_x = per_expert(name, "input_scale", input_scale, w1)
+    c = per_expert(name, "intermediate_scale", intermediate_scale, w1)
     s1, sg, s2 = _scale_vectors(activation, d=1 / (g_x * g1), c=c, g2=g2)
     gemm1 = prepare_gemm1_weights(q1, gated=activation.is_gated)
     return Fp8ExpertWeights(
@@ -226,14 +226,14 @@ def quantize_experts_nvfp4(
         As in `quantize_experts_fp8`.
     """
     name = "quantize_experts_nvfp4"
-    activation = _require_activation(name, activation_type, _FP4_ACTIVATIONS)
+    activation = require_activation(name, activation_type, FP4_ACTIVATIONS)
     w1, w2, restore = _weights(name, w1, w2, gated=True)
     q1, sf1, g1 = _each_expert(_nvfp4_with_own_scale, w1)
     q2, sf2, g2 = _each_expert(_nvfp4_with_own_scale, w2)
-    g_x = _per_expert(name, "input_scale", input_scale, w1)
-    c = _per_expert(name, "intermediate_scale", intermediate_scale, w1)
+    g_x = per_expert(name, "input_scale", input_scale, w1)
+    c = per_expert(name, "intermediate_scale", intermediate_scale, w1)
     vectors = _scale_vectors(activation, d=1 / (g_x * g1), c=c, g2=g2)
-    return _fp4_experts(
+    return fp4_experts(
         (q1, sf1), (q2, sf2), E4M3_DTYPE, vectors, restore, weight_layout, block_major_k_bytes
     )
 
@@ -270,7 +270,7 @@ def quantize_experts_mxfp4(
     """
     w1, w2, restore = _weights("quantize_experts_mxfp4", w1, w2, gated=True)
     ones = get_xp(w1).ones(len(w1), dtype=np.float32)
-    return _fp4_experts(
+    return fp4_experts(
         _each_expert(mxfp4_quantize, w1),
         _each_expert(mxfp4_quantize, w2),
         UE8M0_DTYPE,
@@ -311,7 +311,7 @@ def _scale_vectors(
     activation: ActivationType, *, d: Array, c: Array, g2: Array
 ) -> tuple[Array, Array, Array]:
     """``s1``, ``sg``, ``s2`` as explained at the top."""
-    return (c * d if activation in _LINEAR_HALF else c), d, 1 / (c * g2)
+    return (c * d if activation in LINEAR_HALF else c), d, 1 / (c * g2)
 
 
 def _each_expert(quantize: Callable[[Array], tuple[Array, ...]], w: Array) -> tuple[Array, ...]:
@@ -326,7 +326,7 @@ def _nvfp4_with_own_scale(w: Array) -> tuple[Array, Array, Array]:
     return *nvfp4_quantize(w, g), g
 
 
-def _fp4_experts(
+def fp4_experts(
     fc1: tuple[Array, ...],
     fc2: tuple[Array, ...],
     scale_dtype: np.dtype[np.generic],
@@ -335,6 +335,7 @@ def _fp4_experts(
     weight_layout: int,
     block_major_k_bytes: int,
 ) -> Fp4ExpertWeights:
+    """Prepare logical codes and linear scales of both matrices."""
     s1, sg, s2 = vectors
     prepare1, prepare2 = (
         partial(prepare, weight_layout=weight_layout, block_major_k_bytes=block_major_k_bytes)
@@ -351,7 +352,7 @@ def _fp4_experts(
     )
 
 
-def _per_expert(name: str, argument: str, value: Array, w: Array) -> Array:
+def per_expert(name: str, argument: str, value: Array, w: Array) -> Array:
     """Positive FP32 factor of each expert."""
     factor = to_float32(value, w)
     num_experts = len(w)
@@ -365,9 +366,10 @@ def _per_expert(name: str, argument: str, value: Array, w: Array) -> Array:
     return get_xp(w).broadcast_to(factor, (num_experts,)).copy()
 
 
-def _require_activation(
+def require_activation(
     name: str, activation_type: int, allowed: frozenset[ActivationType]
 ) -> ActivationType:
+    """Convert the number of an allowed activation."""
     if activation_type not in allowed:
         names = ", ".join(f"{a.name} ({a.value})" for a in sorted(allowed))
         raise ValueError(f"{name}: activation_type must be one of {names}, got {activation_type}.")

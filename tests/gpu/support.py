@@ -23,7 +23,7 @@ from cupy_moe.fused_moe import (
     trtllm_fp8_per_tensor_scale_moe,
     trtllm_fp8_per_tensor_scale_routed_moe,
 )
-from cupy_moe.kernels.grouped_gemm import MainloopKind, mainloop_for
+from cupy_moe.kernels.gemm_tiles import MainloopKind, mainloop_for
 from cupy_moe.runtime.arrays import describe
 from cupy_moe.runtime.devices import compute_capability
 from cupy_moe.runtime.jit import arch_for

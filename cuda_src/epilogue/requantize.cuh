@@ -1,0 +1,112 @@
+// FC1 of FP4 layers: activation on raw FP32 accumulators, then the block rule of the mode.
+//
+// What the rule represents is stored as BF16, which holds it exactly, for FC2 to read. Elements of
+// a block lie in several lanes, eight in each; NaN does not count for a block's maximum.
+#pragma once
+
+#include "common/types.cuh"
+#include "epilogue/activation.cuh"
+#include "epilogue/scales.cuh"
+#include "formats/bf16.cuh"
+#include "formats/e2m1.cuh"
+#include "formats/e4m3.cuh"
+#include "formats/k_order.cuh"
+#include "formats/ue8m0.cuh"
+
+namespace cupy_moe::epilogue {
+
+__device__ __forceinline__ float clamp_above(float x, float limit) {
+  return x > limit ? limit : x;
+}
+
+// Up is clamped on both sides, the gate only from above; NaN passes.
+template <ActivationType kActivation>
+__device__ __forceinline__ float activate_clamped(float u, float v, const ExpertScales& s) {
+  const float up = u < -s.limit ? -s.limit : clamp_above(u, s.limit);
+  const float gate = s.gate * clamp_above(v, s.limit);
+  if constexpr (kActivation == ActivationType::Swiglu) {
+    return (up + s.beta) * gate * sigmoid_exp(s.alpha * gate);
+  } else {
+    static_assert(kActivation == ActivationType::Situ);
+    return s.beta * tanhf(s.gate * up / s.beta) * s.alpha * tanhf(gate / s.alpha) *
+           sigmoid_exp(gate);
+  }
+}
+
+template <i32 kLanes>
+__device__ __forceinline__ float block_maximum(const float (&r)[8]) {
+  float most = 0.0f;
+#pragma unroll
+  for (float x : r) most = fmaxf(most, fabsf(x));
+#pragma unroll
+  for (i32 distance = 1; distance < kLanes; distance *= 2) {
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+  }
+  return most;
+}
+
+// By whole warps, neighbouring lanes on neighbouring elements: replaces r by what is represented.
+template <MoeFormat kFormat>
+struct BlockRule;
+
+template <>
+struct BlockRule<MoeFormat::Bf16> {
+  __device__ static void apply(float (&)[8], float) {}
+};
+
+// Blocks of 16 E2M1 values with an E4M3 scale; c multiplies r first.
+template <>
+struct BlockRule<MoeFormat::Nvfp4> {
+  __device__ static void apply(float (&r)[8], float c) {
+    const float most = block_maximum<2>(r) * c;
+    const u16 code = formats::encode_e4m3x2(most * (1.0f / 6.0f), 0.0f);
+    const float scale = formats::decode_e4m3(static_cast<u8>(code));
+    const float multiplier = scale == 0.0f ? 0.0f : __frcp_rn(scale) * c;
+#pragma unroll
+    for (float& x : r) x = formats::round_e2m1(x * multiplier) * scale;
+  }
+};
+
+// Blocks of 32 E4M3 values with a UE8M0 scale of 2^(floor(log2(maximum)) - 8).
+template <>
+struct BlockRule<MoeFormat::Mxfp8> {
+  __device__ static void apply(float (&r)[8], float) {
+    const u32 exponent = __float_as_uint(block_maximum<4>(r)) >> 23;
+    const u32 byte = exponent >= 9 ? exponent - 8 : 0;
+    const float multiplier = byte > 0 ? __uint_as_float((254 - byte) << 23) : 0.0f;
+    const float scale = formats::decode_ue8m0(byte);
+#pragma unroll
+    for (i32 i = 0; i < 8; i += 2) {
+      const u16 codes = formats::encode_e4m3x2(r[i] * multiplier, r[i + 1] * multiplier);
+      r[i] = formats::decode_e4m3(static_cast<u8>(codes)) * scale;
+      r[i + 1] = formats::decode_e4m3(static_cast<u8>(codes >> 8)) * scale;
+    }
+  }
+};
+
+// One FP32 a feature is staged; the block rule is applied as rows leave.
+template <typename Config>
+struct ActivateToBlocks {
+  static constexpr i32 kFeaturesPer32Rows = 16;
+  static constexpr i32 kStagedBytes = 4;
+  static constexpr i32 kElementBytes = 2;
+  static constexpr bool kRequantizes = true;
+
+  __device__ static void stage(u8* row, i32 block, i32 half, i32 group, float x0, float x1,
+                               const ExpertScales& scales) {
+    reinterpret_cast<float*>(row)[16 * block + 2 * group + half] =
+        activate_clamped<Config::kActivation>(x0, x1, scales);
+  }
+
+  // Eight features from where they were staged, as pairs (i, i + 4).
+  __device__ static void requantize(const u8* staged, const ExpertScales& scales, u32 (&pairs)[4]) {
+    const float4 first = reinterpret_cast<const float4*>(staged)[0];
+    const float4 second = reinterpret_cast<const float4*>(staged)[1];
+    float r[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+    BlockRule<Config::kMoeFormat>::apply(r, scales.output);
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) pairs[i] = formats::encode_bf16x2(r[i], r[i + 4]);
+  }
+};
+
+}  // namespace cupy_moe::epilogue
