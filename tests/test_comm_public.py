@@ -17,8 +17,11 @@ from cupy_moe.comm import (
     tp_moe_finalize_rmsnorm,
 )
 from cupy_moe.comm.groups import Group, SingleRank
+from cupy_moe.fused_moe import trtllm_fp8_per_tensor_scale_routed_moe
+from cupy_moe.testing.inputs import Fp8Layer, make_fp8_layer, make_hidden_states, make_topk
 from tests.emulated_ranks import run_ranks
 from tests.finalize_cases import BF16, NAN, FinalizeCase, assert_all_equal, golden_case, make_case
+from tests.finalize_layer import NORM, check_layer, finalized, shard_layer
 
 HOST = -1
 
@@ -85,6 +88,28 @@ def test_tensors_of_torch() -> None:
     arrays = (bits[0], torch.from_numpy(weights), torch.from_numpy(index.reshape(-1)), bits[1])
     tp_moe_finalize_rmsnorm(*arrays, out, **options(case))
     case.check(out.view(torch.int16).numpy().view(np.uint16))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_layer_cut_along_its_intermediate_dimension(num_ranks: int) -> None:
+    whole = make_fp8_layer(hidden_size=256, intermediate_size=512, num_experts=4)
+    hidden, topk = make_hidden_states(9, 256), make_topk(9, 2, 4)
+
+    def unfinalized(layer: Fp8Layer) -> list[np.ndarray]:
+        arguments = layer.arguments(hidden, topk, do_finalize=False)
+        return trtllm_fp8_per_tensor_scale_routed_moe(**arguments)
+
+    def work(group: Group) -> np.ndarray:
+        init(group=group, hidden_size=256)
+        arrays = unfinalized(shard_layer(whole, group.rank, num_ranks))
+        out = np.zeros((9, 256), BF16)
+        tp_moe_finalize_rmsnorm(*arrays, np.ones(256, BF16), out, **NORM)
+        close_tp_moe_finalize_rmsnorm()
+        return out.view(np.uint16)
+
+    outputs = run_ranks(num_ranks, work)
+    assert_all_equal(outputs)
+    check_layer(outputs[0], finalized(unfinalized(whole)))
 
 
 # --- state ----------------------------------------------------------------------------------------

@@ -7,14 +7,12 @@ import random
 import signal
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cupy_moe.codecs import decode_bf16
 from cupy_moe.comm import (
     close_tp_moe_finalize_rmsnorm,
     init_tp_moe_finalize_rmsnorm,
@@ -23,26 +21,18 @@ from cupy_moe.comm import (
 from cupy_moe.comm.errors import PeerTimeoutError
 from cupy_moe.comm.groups import FileStore, Group, StoreGroup
 from cupy_moe.comm.layout import SchemeLimits
-from cupy_moe.comm.rules import NormOptions
 from cupy_moe.fused_moe import trtllm_fp8_per_tensor_scale_routed_moe
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
-from cupy_moe.testing.compare import to_host
 from cupy_moe.testing.inputs import (
-    Fp8Layer,
     make_fp8_layer,
     make_hidden_states,
     make_topk,
     move_arguments,
     to_library,
 )
-from cupy_moe.weights.layouts import (
-    prepare_gemm1_weights,
-    prepare_gemm2_weights,
-    unprepare_gemm1_weights,
-    unprepare_gemm2_weights,
-)
 from tests.emulated_ranks import run_ranks
 from tests.finalize_cases import BF16, NAN, FinalizeCase, golden_case, make_case, tricky_case
+from tests.finalize_layer import NORM, check_layer, finalized, shard_layer
 from tests.gpu.finalize_ranks import LIMITS, GpuRank, to_bits
 
 
@@ -276,10 +266,10 @@ def layer(group: Group) -> None:
     import cupy
 
     whole = make_fp8_layer(hidden_size=512, intermediate_size=512, num_experts=4)
-    hidden, topk = make_hidden_states(9, 512), make_topk(9, 2, 4, invalid="one_slot")
-    expected = whole_layer(whole, hidden, topk)
+    hidden, topk = make_hidden_states(9, 512), make_topk(9, 2, 4)
+    arguments = move_arguments(whole.arguments(hidden, topk, do_finalize=False), "cupy")
+    expected = finalized(trtllm_fp8_per_tensor_scale_routed_moe(**arguments))
     device = device_of(group.rank)
-    options = {"eps": 1e-6, "gain_center": 0.0, "weight_before_norm": False}
     with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
         assert init_tp_moe_finalize_rmsnorm(
             group, device=device, hidden_size=512, top_k=2, timeout_s=5.0
@@ -293,7 +283,7 @@ def layer(group: Group) -> None:
 
         def run() -> None:
             kept.append(trtllm_fp8_per_tensor_scale_routed_moe(**arguments))
-            tp_moe_finalize_rmsnorm(*kept[-1], norm_weight, out, **options)
+            tp_moe_finalize_rmsnorm(*kept[-1], norm_weight, out, **NORM)
 
         run()
         stream.synchronize()
@@ -308,44 +298,6 @@ def layer(group: Group) -> None:
         stream.synchronize()
         check_layer(to_bits(out), expected)
         close_tp_moe_finalize_rmsnorm()
-
-
-def whole_layer(whole: Fp8Layer, hidden: np.ndarray, topk: Any) -> np.ndarray:
-    """Output of the layer on this GPU alone, finalized by the reference."""
-    arguments = move_arguments(whole.arguments(hidden, topk, do_finalize=False), "cupy")
-    rows, weights, index = (to_host(a) for a in trtllm_fp8_per_tensor_scale_routed_moe(**arguments))
-    case = FinalizeCase(
-        [rows.view(np.uint16)],
-        [index.reshape(9, 2)],
-        weights,
-        np.ones(512, BF16).view(np.uint16),
-        NormOptions(1e-6, 0.0, False),
-    )
-    return case.terms().sum(axis=1)
-
-
-def shard_layer(whole: Fp8Layer, rank: int, size: int) -> Fp8Layer:
-    """The rank's part of the intermediate dimension; scales are those of the whole layer."""
-    up_and_gate = unprepare_gemm1_weights(whole.weights.gemm1_weights)
-    down = unprepare_gemm2_weights(whole.weights.gemm2_weights)
-    up, gate = np.split(up_and_gate, 2, axis=1)
-    own = slice(rank * up.shape[1] // size, (rank + 1) * up.shape[1] // size)
-    shard = replace(
-        whole.weights,
-        gemm1_weights=prepare_gemm1_weights(np.concatenate([up[:, own], gate[:, own]], axis=1)),
-        gemm2_weights=prepare_gemm2_weights(np.ascontiguousarray(down[:, :, own])),
-    )
-    return replace(whole, weights=shard)
-
-
-def check_layer(out: np.ndarray, expected: np.ndarray) -> None:
-    """Compare with the whole layer, token by token.
-
-    The parts, their sum, the whole row and the output are rounded to BF16 (RMS error 1.1e-3 each,
-    2.5e-3 together); tensor cores add the rest when they sum half as many FP8 products.
-    """
-    error = np.linalg.norm(decode_bf16(out) - expected, axis=1)
-    assert (error <= 6e-3 * np.linalg.norm(expected, axis=1)).all(), error
 
 
 SCENARIOS: dict[str, Any] = {
