@@ -4,8 +4,8 @@
 #include "common/types.cuh"
 #include "common/warp.cuh"
 #include "formats/bf16.cuh"
+#include "ptx/bf16x2.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/fma.cuh"
 
 namespace cupy_moe::finalize {
 
