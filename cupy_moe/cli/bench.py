@@ -29,6 +29,7 @@ from cupy_moe.bench.rows import Report, Row
 from cupy_moe.bench.sweep import SweepRow, sweep
 from cupy_moe.bench.timing import free_memory
 from cupy_moe.bench.workloads import TOKENS, WORKLOADS, Workload
+from cupy_moe.cli import bench_finalize
 
 __all__ = ["add_parser"]
 
@@ -189,13 +190,17 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: all"
     )
+    _add_measurement(parser, TOKENS)
+
+
+def _add_measurement(parser: argparse.ArgumentParser, tokens: Sequence[int]) -> None:
     parser.add_argument(
         "--tokens",
         nargs="+",
         type=_positive,
-        default=list(TOKENS),
+        default=list(tokens),
         metavar="T",
-        help=f"rows of a workload; default: {' '.join(map(str, TOKENS))}",
+        help=f"rows of a workload; default: {' '.join(map(str, tokens))}",
     )
     parser.add_argument(
         "--replays", type=_positive, default=15, help="of every graph; the median counts"
@@ -221,3 +226,6 @@ def add_parser(subparsers: Any) -> None:
     tilings = kinds.add_parser("sweep", help="FP8 layers with every tiling of sensible token tiles")
     _add_common(tilings)
     tilings.set_defaults(run=run_sweep)
+    finalize = kinds.add_parser("finalize", help="the tensor-parallel finalize on several GPUs")
+    _add_measurement(finalize, bench_finalize.TOKENS)
+    finalize.set_defaults(run=bench_finalize.run_finalize)

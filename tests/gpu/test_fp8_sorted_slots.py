@@ -69,7 +69,7 @@ def both_ways(arch: str | None, arguments: dict[str, Any], **options: Any) -> tu
 
 @CODES
 @pytest.mark.parametrize("local", LOCAL)
-@pytest.mark.parametrize("batch", calls())
+@pytest.mark.parametrize("batch", list(calls()))
 def test_same_output(batch: dict[str, Any], local: str, arch: str | None) -> None:
     assert batch["num_tokens"] * batch["top_k"] <= MAX_SORTED_SLOTS
     out, expected = both_ways(arch, make_arguments(**batch, local=local))
