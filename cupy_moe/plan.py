@@ -46,8 +46,8 @@ __all__ = [
 ]
 
 KernelConfig: TypeAlias = (
-    "RouteConfig | PermuteConfig | ExpandConfig | CastConfig | GemmConfig | AddRowsConfig"
-    " | FinalizeConfig | FinalizeRmsnormConfig"
+    "RouteConfig | PermuteConfig | ExpandConfig | CastConfig | GemmConfig | AddRowsConfig "
+    "| FinalizeConfig | FinalizeRmsnormConfig"
 )
 
 # Every scratch buffer starts on its own 256 bytes, as allocators and 16-byte vectors want it.
