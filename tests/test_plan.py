@@ -14,7 +14,7 @@ from cupy_moe.kernels.gemm_tiles import MainloopKind
 from cupy_moe.plan import all_specializations, plan_moe
 from cupy_moe.problem import DeviceTraits, MoeProblem
 from cupy_moe.tiling import Tiling, choose_tiling, tile_candidates
-from cupy_moe.types import ActivationType
+from cupy_moe.types import ActivationType, MoeFormat
 
 H200 = DeviceTraits("sm_90a", 132)
 A100 = DeviceTraits("sm_80", 108)
@@ -88,3 +88,10 @@ def test_a_tiling_that_does_not_fit_is_refused() -> None:
     for changes in ({"num_tokens": 5}, {"hidden_size": 96}):
         with pytest.raises(ValueError, match="sorting does not fit"):
             plan_moe(replace(LAYER, **changes), H200, sorting)
+
+
+@pytest.mark.parametrize(("tokens", "tile_n"), [(1, 8), (64, 8), (128, 16), (256, 32), (4096, 64)])
+def test_most_experts_of_fp4_layers_have_one_tile(tokens: int, tile_n: int) -> None:
+    problem = replace(LAYER, num_tokens=tokens, moe_format=MoeFormat.Bf16)
+    for device in (H200, A100):
+        assert choose_tiling(problem, device).tile_n == tile_n
