@@ -84,6 +84,9 @@ def _choose_tile_n(problem: MoeProblem, kind: MainloopKind) -> int:
     share = _share(problem)
     if kind is MainloopKind.Wgmma:
         return next((tile for tile, most in _WGMMA_SHARES.items() if share <= most), 128)
+    if problem.moe_format.has_block_scales:
+        # A second tile of an expert widens its weights again: room for most of the spread, too.
+        share += 2 * math.sqrt(share)
     tiles = sorted({tile_n for _, tile_n in tile_shapes(kind, problem.moe_format)})
     return next((tile for tile in tiles if tile >= share), tiles[-1])
 

@@ -94,7 +94,7 @@ def test_precompile_fills_the_cache(tmp_path: Path) -> None:
     assert len(compiled) == len(all_permute_configs("sm_90a"))
 
 
-@pytest.mark.parametrize("what", ["fp8", "sweep"])
+@pytest.mark.parametrize("what", ["fp8", "fp4", "sweep"])
 def test_bench_without_a_gpu_says_so(what: str, tmp_path: Path) -> None:
     """Hidden here, so that it also holds where there is one."""
     text = run("bench", what, cache=tmp_path, code=1, CUDA_VISIBLE_DEVICES="")

@@ -143,7 +143,33 @@ RULES = [
     ),
     *(
         Rule(f"activation {a}", activation(a), NOT_SUPPORTED, rf"\({a}\) has no FP4 form")
-        for a in (5, 7, 8, 13)
+        for a in (5, 8, 13)
+    ),
+    Rule(
+        "SwigluStep in partitions",
+        activation(7),
+        NOT_SUPPORTED,
+        r"SwigluStep \(7\) has no partitioned form",
+        PARTITIONED,
+    ),
+    Rule(
+        "SwigluStep of other tokens",
+        activation(7),
+        NOT_SUPPORTED,
+        r"SwigluStep \(7\) needs hidden_states in NVFP4",
+        WHOLE,
+        ("mxfp8", "bf16"),
+    ),
+    *(
+        Rule(
+            f"SwigluStep with {name}",
+            lambda a, name=name: activation(7)(a) | {name: np.ones(EXPERTS, np.float32)},
+            ValueError,
+            rf"{name} must be None for activation_type SwigluStep \(7\)",
+            WHOLE,
+            ("nvfp4",),
+        )
+        for name in ACTIVATION[:2]
     ),
     *(
         Rule(f"activation {a}", activation(a), ValueError, "activation_type must be one of")

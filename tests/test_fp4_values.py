@@ -196,3 +196,22 @@ def test_results_come_from_the_library_of_the_hidden_states(name: str) -> None:
     (out,) = run("tp_n_tp_n", arguments | {name: moved(torch, arguments[name])})
     kind = torch if name == "hidden_states" else ArrayKind("numpy")
     assert_bit_equal(kind.host(out), expected)
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_swiglu_step_clamps_the_gate_after_its_silu(limit: float | None) -> None:
+    """In NVFP4, against its definition on the unquantized layer; the limit is physical here."""
+    arguments, m = layer("nvfp4", "whole"), model()
+    vector = None
+    if limit is not None:
+        vector = np.float32(limit) / arguments["output1_scale_gate_scalar"]
+    options = {"activation_type": 7, "gemm1_clamp_limit": vector}
+    (out,) = run("whole", arguments | options)
+    bound = 7.0 if limit is None else limit
+    exact = np.zeros((TOKENS, HIDDEN))
+    for slot in np.ndindex(TOKENS, TOP_K):
+        expert = m["topk_ids"][slot]
+        up, gate = np.split(m["w1"][expert].astype(float) @ m["x"][slot[0]], 2)
+        y = np.clip(up, -bound, bound) * np.minimum(gate / (1 + np.exp(-gate)), bound)
+        exact[slot[0]] += m["topk_weights"][slot] * (m["w2"][expert] @ y)
+    assert compare(out, exact).rel_l2 < 1.1 * MAX_REL_L2  # 0.36 with the clamp before the SiLU

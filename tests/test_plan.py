@@ -14,7 +14,7 @@ from cupy_moe.kernels.gemm_tiles import MainloopKind
 from cupy_moe.plan import all_specializations, plan_moe
 from cupy_moe.problem import DeviceTraits, MoeProblem
 from cupy_moe.tiling import Tiling, choose_tiling, tile_candidates
-from cupy_moe.types import ActivationType
+from cupy_moe.types import ActivationType, MoeFormat
 
 H200 = DeviceTraits("sm_90a", 132)
 A100 = DeviceTraits("sm_80", 108)
@@ -24,15 +24,22 @@ LAYER = problem_of(WORKLOADS["W-A"], 1)
 @st.composite
 def problems(draw: st.DrawFn) -> MoeProblem:
     experts = draw(st.integers(1, 512))
+    moe_format = draw(st.sampled_from(MoeFormat))
+    other = ActivationType.Situ if moe_format.has_block_scales else ActivationType.Relu2
+    strategies = [None, "tp_n_tp_n", "tp_n_tp_k"] if moe_format.has_block_scales else [None]
     return replace(
         LAYER,
         num_tokens=draw(st.integers(1, 70_000)),
-        hidden_size=128 * draw(st.integers(1, 64)),
+        hidden_size=256 * draw(st.integers(1, 32)),
         intermediate_size=128 * draw(st.integers(1, 64)),
         num_experts=experts,
         top_k=draw(st.integers(1, min(experts, 16))),
         local_num_experts=draw(st.integers(1, experts)),
-        activation=draw(st.sampled_from([ActivationType.Swiglu, ActivationType.Relu2])),
+        activation=draw(st.sampled_from([ActivationType.Swiglu, other])),
+        do_finalize=draw(st.booleans()),
+        moe_format=moe_format,
+        strategy=draw(st.sampled_from(strategies)),
+        partition_sms=(64, 8),
     )
 
 
@@ -44,13 +51,19 @@ def test_any_problem_gets_one_of_its_candidates(device: DeviceTraits, problem: M
     assert tiling in tile_candidates(problem, device)
     plan = plan_moe(problem, device)
     assert plan.fc1.gather_tokens == (plan.expand is None)
-    for config, rows, grid in (
-        (plan.fc1, problem.fc1_rows, plan.fc1_parts[0].grid),
-        (plan.fc2, problem.hidden_size, plan.fc2_parts[0].grid),
-    ):
-        assert rows % config.tile_m == 0
-        # Blocks look their first tile up before they know how many there are.
-        assert 1 <= grid <= rows // config.tile_m * (plan.capacity // plan.tile_n)
+    count = 1 if problem.strategy is None else 2
+    for config, parts in ((plan.fc1, plan.fc1_parts), (plan.fc2, plan.fc2_parts)):
+        assert len(parts) == count
+        for part in parts:
+            assert part.rows % config.tile_m == 0
+            # Blocks look their first tile up before they know how many there are.
+            assert 1 <= part.grid <= part.rows // config.tile_m * (plan.capacity // plan.tile_n)
+    assert sum(part.rows for part in plan.fc1_parts) == problem.fc1_rows
+    assert sum(part.rows * part.k for part in plan.fc2_parts) == (
+        problem.hidden_size * problem.intermediate_size
+    )
+    if count == 2:  # a grid fits its partition
+        assert plan.fc1_parts[1].grid <= 8 * plan.fc1.min_blocks
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda d: d.arch)
@@ -62,7 +75,8 @@ def test_every_candidate_is_compiled_ahead_of_time(
     compiled = set(all_specializations(device.arch))
     for tiling in tile_candidates(problem, device):
         plan = plan_moe(problem, device, tiling)
-        configs = [plan.permute, plan.expand, plan.fc1, plan.fc2, plan.finalize]
+        configs = [plan.permute, plan.expand, plan.cast, plan.fc1, plan.fc2, plan.add_rows]
+        configs.append(plan.finalize)
         assert {config.spec() for config in configs if config is not None} <= compiled
 
 
@@ -88,3 +102,10 @@ def test_a_tiling_that_does_not_fit_is_refused() -> None:
     for changes in ({"num_tokens": 5}, {"hidden_size": 96}):
         with pytest.raises(ValueError, match="sorting does not fit"):
             plan_moe(replace(LAYER, **changes), H200, sorting)
+
+
+@pytest.mark.parametrize(("tokens", "tile_n"), [(1, 8), (64, 8), (128, 16), (256, 32), (4096, 64)])
+def test_most_experts_of_fp4_layers_have_one_tile(tokens: int, tile_n: int) -> None:
+    problem = replace(LAYER, num_tokens=tokens, moe_format=MoeFormat.Bf16)
+    for device in (H200, A100):
+        assert choose_tiling(problem, device).tile_n == tile_n

@@ -19,17 +19,21 @@ __device__ __forceinline__ float clamp_above(float x, float limit) {
   return x > limit ? limit : x;
 }
 
-// Up is clamped on both sides, the gate only from above; NaN passes.
+// Up is clamped on both sides, the gate only from above (SwigluStep: after its SiLU); NaN passes.
 template <ActivationType kActivation>
 __device__ __forceinline__ float activate_clamped(float u, float v, const ExpertScales& s) {
-  const float up = u < -s.limit ? -s.limit : clamp_above(u, s.limit);
-  const float gate = s.gate * clamp_above(v, s.limit);
-  if constexpr (kActivation == ActivationType::Swiglu) {
-    return (up + s.beta) * gate * sigmoid_exp(s.alpha * gate);
+  if constexpr (kActivation == ActivationType::SwigluStep) {
+    return Activation<kActivation>::apply(u, v, 1.0f, s.gate, s.limit);
   } else {
-    static_assert(kActivation == ActivationType::Situ);
-    return s.beta * tanhf(s.gate * up / s.beta) * s.alpha * tanhf(gate / s.alpha) *
-           sigmoid_exp(gate);
+    const float up = u < -s.limit ? -s.limit : clamp_above(u, s.limit);
+    const float gate = s.gate * clamp_above(v, s.limit);
+    if constexpr (kActivation == ActivationType::Swiglu) {
+      return (up + s.beta) * gate * sigmoid_exp(s.alpha * gate);
+    } else {
+      static_assert(kActivation == ActivationType::Situ);
+      return s.beta * tanhf(s.gate * up / s.beta) * s.alpha * tanhf(gate / s.alpha) *
+             sigmoid_exp(gate);
+    }
   }
 }
 

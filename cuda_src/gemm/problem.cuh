@@ -62,12 +62,12 @@ __device__ __forceinline__ epilogue::ExpertScales load_scales(const Params& p, i
   scales.output = load_or(p.output_scales, expert, 1.0f);
   if constexpr (kIsFc1<Config>) {
     scales.gate = load_or(p.gate_scales, expert, 1.0f);
-    if constexpr (Config::kMoeFormat != MoeFormat::Fp8) {
+    if constexpr (Config::kActivation == ActivationType::SwigluStep) {
+      scales.limit = load_or(p.clamp_limits, expert, 7.0f / scales.gate);
+    } else if constexpr (Config::kMoeFormat != MoeFormat::Fp8) {
       scales.limit = load_or(p.clamp_limits, expert, __int_as_float(0x7F800000));
       scales.alpha = load_or(p.alphas, expert, p.default_alpha);
       scales.beta = load_or(p.betas, expert, p.default_beta);
-    } else if constexpr (Config::kActivation == ActivationType::SwigluStep) {
-      scales.limit = load_or(p.clamp_limits, expert, 7.0f / scales.gate);
     }
   }
   return scales;

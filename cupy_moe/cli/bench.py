@@ -29,7 +29,7 @@ from cupy_moe.bench.rows import Report, Row
 from cupy_moe.bench.sweep import SweepRow, sweep
 from cupy_moe.bench.timing import free_memory
 from cupy_moe.bench.workloads import TOKENS, WORKLOADS, Workload
-from cupy_moe.cli import bench_finalize
+from cupy_moe.cli import bench_finalize, bench_fp4
 
 __all__ = ["add_parser"]
 
@@ -226,6 +226,19 @@ def add_parser(subparsers: Any) -> None:
     tilings = kinds.add_parser("sweep", help="FP8 layers with every tiling of sensible token tiles")
     _add_common(tilings)
     tilings.set_defaults(run=run_sweep)
+    fp4 = kinds.add_parser(
+        "fp4", help="FP4 layers against their floor, whole and in two partitions"
+    )
+    for option, values in (
+        ("--workload", bench_fp4.FP4_WORKLOADS),
+        ("--mode", bench_fp4.MODES),
+        ("--form", bench_fp4.FORMS),
+    ):
+        fp4.add_argument(
+            option, nargs="+", choices=list(values), default=list(values), help="default: all"
+        )
+    _add_measurement(fp4, TOKENS)
+    fp4.set_defaults(run=bench_fp4.run_fp4)
     finalize = kinds.add_parser("finalize", help="the tensor-parallel finalize on several GPUs")
     _add_measurement(finalize, bench_finalize.TOKENS)
     finalize.set_defaults(run=bench_finalize.run_finalize)

@@ -82,6 +82,9 @@ def prims_ts_fp4_block_scale_moe(
     10   Situ     ``beta * tanh(sg * u' / beta) * alpha * tanh(sg * v' / alpha) * sigmoid(sg * v')``
     ===  =======  =========================================================================
 
+    and, in NVFP4, SwigluStep (7), ``clamp(u, -L, L) * min(sg * v * sigmoid(sg * v), L * sg)`` with
+    the default ``L = 7 / sg``.
+
     ``s1``, ``sg`` and ``s2`` are those of the arguments in NVFP4 and 1 in the other modes.
 
     Parameters
@@ -108,7 +111,8 @@ def prims_ts_fp4_block_scale_moe(
         Not supported.
     gemm1_alpha, gemm1_beta, gemm1_clamp_limit : array, shape (>= EL,), float32, or None
         ``alpha`` (default 1), ``beta`` (default 0 for Swiglu, 1 for Situ) and ``L``, per expert;
-        None for Geglu. In units of the raw sums are ``L`` and the ``beta`` of Swiglu.
+        None for Geglu; SwigluStep takes ``L`` only. In units of the raw sums are ``L`` and the
+        ``beta`` of Swiglu.
     output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar : array, (>= EL,), float32
         ``s1``, ``sg`` and ``s2``. With ``d`` the dequantization factor of ``u`` and ``v`` and ``c``
         the quantization factor of ``y``: ``s1 = c * d`` (Situ: ``c``), ``sg = d`` and ``s2`` undoes
@@ -269,8 +273,8 @@ def prims_ts_fp4_block_scale_moe_partitioned(
     """FP4 mixture-of-experts layer in two partitions, from router logits or given ids.
 
     The layer of `prims_ts_fp4_block_scale_moe`, whose formats, formulas and remaining parameters
-    hold here. FC1 is split by rows: partition p computes the intermediate columns
-    ``[p*I/2, (p+1)*I/2)``. FC2 is split by ``partition_strategy``:
+    hold here, but for SwigluStep. FC1 is split by rows: partition p computes the intermediate
+    columns ``[p*I/2, (p+1)*I/2)``. FC2 is split by ``partition_strategy``:
 
     tp_n_tp_n
         By rows: both partitions read the whole intermediate, partition p computes columns

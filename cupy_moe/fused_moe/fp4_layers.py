@@ -10,7 +10,8 @@ from typing import Any, cast, get_args
 from cupy_moe.fused_moe.execution import Layer, bind_fp4
 from cupy_moe.fused_moe.fp4_operands import Fp4Operands, Strategy
 from cupy_moe.fused_moe.fp4_rules import (
-    ACTIVATIONS,
+    PARTITIONED_ACTIVATIONS,
+    WHOLE_ACTIVATIONS,
     describe_fp4_layer,
     require_gated,
     weight_layout_of,
@@ -77,10 +78,10 @@ def whole_layer(
     )
     mode = _routing_input_mode(check, routing_input_mode)
     _check_routing_inputs(check, mode, routing_logits, topk_weights)
-    require_gated(_WHOLE, activation_type)
+    require_gated(_WHOLE, activation_type, WHOLE_ACTIVATIONS)
     settings = moe_settings(
         _WHOLE,
-        ACTIVATIONS,
+        WHOLE_ACTIVATIONS,
         mode is RoutingInputMode.FromLogits,
         num_experts,
         top_k,
@@ -170,11 +171,11 @@ def partitioned_layer(
     _refuse_unsupported(check, per_token_scale=per_token_scale)
     strategy = _strategy(check, partition_strategy)
     _check_resources(check, partition_resources)
-    require_gated(_PARTITIONED, activation_type)
+    require_gated(_PARTITIONED, activation_type, PARTITIONED_ACTIVATIONS)
     from_logits = routing_logits is not None
     settings = moe_settings(
         _PARTITIONED,
-        ACTIVATIONS,
+        PARTITIONED_ACTIVATIONS,
         from_logits,
         num_experts,
         top_k,

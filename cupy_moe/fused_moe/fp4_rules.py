@@ -27,9 +27,18 @@ from cupy_moe.validate import (
     integer,
 )
 
-__all__ = ["ACTIVATIONS", "describe_fp4_layer", "require_gated", "weight_layout_of"]
+__all__ = [
+    "PARTITIONED_ACTIVATIONS",
+    "WHOLE_ACTIVATIONS",
+    "describe_fp4_layer",
+    "require_gated",
+    "weight_layout_of",
+]
 
-ACTIVATIONS = frozenset({ActivationType.Swiglu, ActivationType.Geglu, ActivationType.Situ})
+PARTITIONED_ACTIVATIONS = frozenset(
+    {ActivationType.Swiglu, ActivationType.Geglu, ActivationType.Situ}
+)
+WHOLE_ACTIVATIONS = PARTITIONED_ACTIVATIONS | {ActivationType.SwigluStep}  # that one in NVFP4 only
 
 BLOCK_BYTES = (64, 128)  # of BlockMajorK
 # Kernels load scales by 32 bytes; NumPy's allocator guarantees no more than 16 in host memory.
@@ -39,16 +48,28 @@ PADDED_SCALES = 16  # scales per token of MXFP8 tokens may be padded to a multip
 _MODES = {"uint8": MoeFormat.Nvfp4, "float8_e4m3fn": MoeFormat.Mxfp8, "bfloat16": MoeFormat.Bf16}
 
 
-def require_gated(operation: str, value: object) -> None:
-    """Refuse activations that exist but not in FP4; unknown numbers are left to the settings."""
+def require_gated(operation: str, value: object, allowed: frozenset[ActivationType]) -> None:
+    """Refuse activations that exist but not here; unknown numbers are left to the settings."""
     number = integer(operation, "activation_type", value)
     known = {int(a) for a in ActivationType} - {int(ActivationType.InvalidType)}
-    if number in known and number not in ACTIVATIONS:
+    if number in known and number not in allowed:
         activation = ActivationType(number)
         reason = "has no FP4 form" if activation.is_gated else "is not gated"
+        if activation in WHOLE_ACTIVATIONS:
+            reason = "has no partitioned form"
+        names = ", ".join(f"{a.name} ({a.value})" for a in sorted(allowed))
         raise NotImplementedError(
-            f"{operation}: activation_type {activation.name} ({number}) {reason}; FP4 layers have "
-            "Swiglu (3), Geglu (4) and Situ (10)."
+            f"{operation}: activation_type {activation.name} ({number}) {reason}; "
+            f"FP4 layers have {names}."
+        )
+
+
+def _check_step(check: Checker, settings: MoeSettings, mode: MoeFormat) -> None:
+    if settings.activation is ActivationType.SwigluStep and mode is not MoeFormat.Nvfp4:
+        raise NotImplementedError(
+            f"{check.operation}: activation_type SwigluStep (7) needs hidden_states in NVFP4, got "
+            f"{mode.name.upper()}. Pass Swiglu (3) with gemm1_clamp_limit for a limit before the "
+            "SiLU."
         )
 
 
@@ -96,6 +117,7 @@ def describe_fp4_layer(
     operation = "FP4 MoE" if strategy is None else "Partitioned FP4 MoE"
     hidden, mode = _describe_hidden_states(check, operation, hidden_states)
     hidden_size = hidden.shape[1] * (2 if mode is MoeFormat.Nvfp4 else 1)
+    _check_step(check, settings, mode)
     _check_sizes(check, settings, mode, strategy, hidden_size)
     scales = _describe_token_scales(check, mode, hidden.shape[0], hidden_size, hidden_states_scale)
     fc1, fc2 = _geometries(settings, strategy, hidden_size)
@@ -331,7 +353,10 @@ def _activation_vector(
 ) -> ArrayRef | None:
     if value is None:
         return None
-    if settings.activation is ActivationType.Geglu:
-        rule = "be None for activation_type Geglu (4)"
-        check.refuse(ValueError, name, rule, type(value).__name__, "Swiglu (3) and Situ (10) do.")
+    activation = settings.activation
+    takes_limit = activation is ActivationType.SwigluStep and name == "gemm1_clamp_limit"
+    if activation not in (ActivationType.Swiglu, ActivationType.Situ) and not takes_limit:
+        rule = f"be None for activation_type {activation.name} ({int(activation)})"
+        next_step = "Swiglu (3) and Situ (10) take it."
+        check.refuse(ValueError, name, rule, type(value).__name__, next_step)
     return _scalar_vector(check, settings, name, value)

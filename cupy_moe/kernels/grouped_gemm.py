@@ -82,6 +82,13 @@ SUPPORTED_ACTIVATIONS = (
 
 # Those that FP4 layers are specialized for: their Geglu is a Swiglu of another alpha.
 FP4_ACTIVATIONS = (ActivationType.Swiglu, ActivationType.Situ)
+NVFP4_ACTIVATIONS = (*FP4_ACTIVATIONS, ActivationType.SwigluStep)
+_ACTIVATIONS = {
+    MoeFormat.Fp8: SUPPORTED_ACTIVATIONS,
+    MoeFormat.Nvfp4: NVFP4_ACTIVATIONS,
+    MoeFormat.Mxfp8: FP4_ACTIVATIONS,
+    MoeFormat.Bf16: FP4_ACTIVATIONS,
+}
 _ALPHA_BETA = {
     ActivationType.Swiglu: (1.0, 0.0),
     ActivationType.Geglu: (1.702, 0.0),
@@ -210,7 +217,6 @@ def all_gemm_configs(arch: str) -> list[GemmConfig]:
 
 def _configs_of(kind: MainloopKind, moe_format: MoeFormat) -> list[GemmConfig]:
     shapes = tile_shapes(kind, moe_format)
-    has_blocks = moe_format.has_block_scales
     fc1 = [
         GemmConfig.make(
             GemmStage.Fc1,
@@ -221,7 +227,7 @@ def _configs_of(kind: MainloopKind, moe_format: MoeFormat) -> list[GemmConfig]:
             gather_tokens=gather,
             sort_slots=sort,
         )
-        for activation in (FP4_ACTIVATIONS if has_blocks else SUPPORTED_ACTIVATIONS)
+        for activation in _ACTIVATIONS[moe_format]
         for shape in shapes
         for gather in gather_choices(kind, *shape)
         for sort in sort_choices(shape[1])

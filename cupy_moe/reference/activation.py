@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 
 from cupy_moe.types import ActivationType
 
-__all__ = ["FP4_ACTIVATIONS", "FP8_ACTIVATIONS", "Activation", "ActivationScalars"]
+__all__ = [
+    "FP4_ACTIVATIONS",
+    "FP8_ACTIVATIONS",
+    "NVFP4_ACTIVATIONS",
+    "Activation",
+    "ActivationScalars",
+]
 
 F64: TypeAlias = NDArray[np.float64]
 
@@ -140,3 +146,8 @@ FP4_ACTIVATIONS: Mapping[ActivationType, Activation] = MappingProxyType(
     }
 )
 """Activations of the FP4 block-scale operations."""
+
+NVFP4_ACTIVATIONS: Mapping[ActivationType, Activation] = MappingProxyType(
+    {**FP4_ACTIVATIONS, ActivationType.SwigluStep: _swiglu_step}
+)
+"""Those of the NVFP4 mode."""

@@ -245,7 +245,7 @@ def fp4_moe(
         Routing weights; "nvfp4" rounds them to BF16.
     mode : {"nvfp4", "mxfp8", "bf16"}
     activation : ActivationType
-        Swiglu, Geglu (quick-GELU) or Situ.
+        Swiglu, Geglu (quick-GELU) or Situ; SwigluStep too in "nvfp4".
     num_experts, local_expert_offset : int
     strategy : {"tp_n_tp_n", "tp_n_tp_k"}
         FC2 partitioned by output rows, or along K.

@@ -22,7 +22,12 @@ from cupy_moe.formats import (
     quantize_block_mxfp8,
     quantize_block_nvfp4,
 )
-from cupy_moe.reference.activation import FP4_ACTIVATIONS, FP8_ACTIVATIONS, Activation
+from cupy_moe.reference.activation import (
+    FP4_ACTIVATIONS,
+    FP8_ACTIVATIONS,
+    NVFP4_ACTIVATIONS,
+    Activation,
+)
 from cupy_moe.types import ActivationType
 
 __all__ = ["BF16_MXFP4", "FP4_FORMATS", "FP8", "MXFP8_MXFP4", "NVFP4", "NumberFormat", "Quantized"]
@@ -131,7 +136,7 @@ FP8 = NumberFormat(
 )
 NVFP4 = NumberFormat(
     name="nvfp4",
-    activations=FP4_ACTIVATIONS,
+    activations=NVFP4_ACTIVATIONS,
     tokens=_nvfp4,
     weights=_nvfp4,
     intermediate=_nvfp4,

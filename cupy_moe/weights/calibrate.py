@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_moe.formats import E2M1_MAX, E4M3_MAX, Array, as_float32, get_xp
-from cupy_moe.reference.activation import FP4_ACTIVATIONS, FP8_ACTIVATIONS, ActivationScalars
+from cupy_moe.reference.activation import FP8_ACTIVATIONS, NVFP4_ACTIVATIONS, ActivationScalars
 from cupy_moe.runtime.arrays import to_xp
 from cupy_moe.types import ActivationType
 from cupy_moe.weights.array_arguments import on_device
@@ -19,7 +19,7 @@ __all__ = ["calibrate_intermediate_scale"]
 _TINY = 2.0**-110  # keeps factors and their reciprocals normal FP32 numbers
 _TARGETS = {
     "fp8": (FP8_ACTIVATIONS, E4M3_MAX),
-    "nvfp4": (FP4_ACTIVATIONS, E4M3_MAX * E2M1_MAX),
+    "nvfp4": (NVFP4_ACTIVATIONS, E4M3_MAX * E2M1_MAX),
 }
 
 

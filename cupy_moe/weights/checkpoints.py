@@ -15,8 +15,8 @@ from cupy_moe.runtime.arrays import to_xp
 from cupy_moe.types import WeightLayout
 from cupy_moe.weights.array_arguments import E4M3_DTYPE, UE8M0_DTYPE, on_device
 from cupy_moe.weights.quantize import (
-    FP4_ACTIVATIONS,
     LINEAR_HALF,
+    NVFP4_ACTIVATIONS,
     Fp4ExpertWeights,
     fp4_experts,
     per_expert,
@@ -151,7 +151,7 @@ def experts_from_nvfp4(
         The nonlinearity acts on ``gate_proj``.
     down_proj : Nvfp4Projection, (E, H, I)
     activation_type : ActivationType
-        Swiglu, Geglu or Situ.
+        Swiglu, Geglu, SwigluStep or Situ.
     input_scale : float, or array of shape () or (E,)
         Global scale that the hidden states are quantized with (`quantize_activations_nvfp4`): the
         inverse of a checkpoint's ``input_scale``.
@@ -172,7 +172,7 @@ def experts_from_nvfp4(
         gate have different global scales with an activation that has one factor for both.
     """
     name = "experts_from_nvfp4"
-    activation = require_activation(name, activation_type, FP4_ACTIVATIONS)
+    activation = require_activation(name, activation_type, NVFP4_ACTIVATIONS)
     projections = {"up_proj": up_proj, "gate_proj": gate_proj, "down_proj": down_proj}
     weights, restore = to_xp(up_proj.weight, f"{name}: up_proj.weight")
     codes = {n: to_xp(p.weight, f"{name}: {n}.weight")[0] for n, p in projections.items()}

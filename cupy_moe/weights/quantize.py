@@ -55,7 +55,7 @@ LINEAR_HALF = frozenset(
     }
 )
 _FP8_ACTIVATIONS = LINEAR_HALF | {ActivationType.Situ, ActivationType.Relu2, ActivationType.Silu}
-FP4_ACTIVATIONS = frozenset({ActivationType.Swiglu, ActivationType.Geglu, ActivationType.Situ})
+NVFP4_ACTIVATIONS = LINEAR_HALF - {ActivationType.Identity} | {ActivationType.Situ}
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +208,7 @@ def quantize_experts_nvfp4(
         Logical FC1 weights ``[up; gate]``.
     w2 : array (E, H, I), same library
     activation_type : ActivationType
-        Swiglu, Geglu or Situ.
+        Swiglu, Geglu, SwigluStep or Situ.
     input_scale : float, or array of shape () or (E,)
         Global scale of the hidden states (see `quantize_activations_nvfp4`).
     intermediate_scale : float, or array of shape () or (E,)
@@ -226,7 +226,7 @@ def quantize_experts_nvfp4(
         As in `quantize_experts_fp8`.
     """
     name = "quantize_experts_nvfp4"
-    activation = require_activation(name, activation_type, FP4_ACTIVATIONS)
+    activation = require_activation(name, activation_type, NVFP4_ACTIVATIONS)
     w1, w2, restore = _weights(name, w1, w2, gated=True)
     q1, sf1, g1 = _each_expert(_nvfp4_with_own_scale, w1)
     q2, sf2, g2 = _each_expert(_nvfp4_with_own_scale, w2)

@@ -88,7 +88,7 @@ class Recorder:
             launch_probe(
                 self.function,
                 sm_ids=ids,
-                spin_cycles=1_000_000,
+                spin_cycles=2_000_000,
                 num_blocks=ids.size,
                 stream=stream,
             )

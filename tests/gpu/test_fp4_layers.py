@@ -135,6 +135,14 @@ def test_the_gate_is_clamped_from_above_only(form: str) -> None:
     assert compare(out, plain).rel_l2 > 0.1
 
 
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_swiglu_step(limit: float | None) -> None:
+    sizes = Fp4Sizes(12, activation=ActivationType.SwigluStep)
+    vector = None if limit is None else np.full(sizes.experts, limit, np.float32)
+    arguments = fp4_layer("nvfp4", "whole", sizes, gemm1_clamp_limit=vector)
+    assert_like_numpy("nvfp4", "whole", on_library(arguments, "torch"))
+
+
 @pytest.mark.parametrize("byte", [0, 1, 64, 126, 127, 128, 129, 200, 254, 255])
 def test_every_scale_of_mx_weights(byte: int) -> None:
     """Tokens scale back what the scales of W1 do, as far as the ranges go."""
