@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_moe.kernels.grouped_gemm import MAX_SORTED_SLOTS, SORTED_TILE_N
+from cupy_moe.kernels.gemm_tiles import MAX_SORTED_SLOTS, SORTED_TILE_N
 from cupy_moe.pipeline import compiled_for, tiled_as
 from cupy_moe.testing.compare import assert_bit_equal, to_host
 from cupy_moe.testing.inputs import (
