@@ -15,7 +15,6 @@ from tests.moe_cases import STRATEGIES
 from tests.posing import Gpu, posing, posing_gpu
 
 CALLER, STREAMS = 7, (11, 12)
-BEFORE = ["cast"]
 GEMM = "grouped_gemm"
 
 
@@ -86,6 +85,14 @@ def test_stages_in_order(gpu: Gpu, form: str, mode: str) -> None:
     arguments = on_gpu(gpu, form, every_argument(mode, form))
     (output,) = run(form, arguments)
     assert output is arguments["output"]
+    before = [("permute", CALLER), ("cast", CALLER)]
+    assert gpu.launched == [*before, *GEMMS[form], ("finalize", CALLER)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_gemms_sort_few_slots_themselves(gpu: Gpu, form: str) -> None:
+    case = case_of("mxfp8", "swiglu_one_token")
+    run(form, on_gpu(gpu, form, fp4_arguments("mxfp8", case, form)))
     assert gpu.launched == [("cast", CALLER), *GEMMS[form], ("finalize", CALLER)]
 
 
@@ -115,5 +122,5 @@ def test_partitions_are_joined_after_a_refused_launch(
     monkeypatch.setattr(launch_module, "_driver_launch", lambda: (launch, "success"))
     with pytest.raises(RuntimeError, match="refused"):
         run(form, arguments)
-    assert gpu.launched == [("cast", CALLER), FORK, JOIN]
+    assert gpu.launched == [("permute", CALLER), ("cast", CALLER), FORK, JOIN]
     assert not arguments["partition_resources"].launch_guard().locked()
