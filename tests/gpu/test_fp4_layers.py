@@ -37,6 +37,7 @@ SIZES = [
     Fp4Sizes(150, pattern="one_expert", top_k=1),
     Fp4Sizes(300, inter=512, experts=3, block_bytes=64),
 ]
+LARGE = Fp4Sizes(2000, hidden=1280, experts=3)
 TILINGS = [Tiling(tile_n, 128, 128) for tile_n in (8, 16, 32, 64)]
 
 
@@ -71,6 +72,21 @@ def test_random(sizes: Fp4Sizes, mode: str, form: str, evidence: Evidence) -> No
     errors = compare(output, expected)
     evidence.errors(f"fp4 random/{mode}/{form}/{sizes}", errors)
     assert_within(errors, TOLERANCES[mode], f"{mode} {form} {sizes}")
+
+
+@pytest.mark.parametrize("form", ["whole", "tp_n_tp_k"])
+@each_mode
+def test_more_tiles_than_blocks(mode: str, form: str) -> None:
+    """Tokens are wider than the blocks that cast and add them, with a rest."""
+    assert_like_numpy(mode, form, on_library(fp4_layer(mode, form, LARGE), "torch"))
+
+
+def test_more_tiles_than_blocks_of_rows_that_are_handed_out() -> None:
+    arguments = fp4_layer("mxfp8", "tp_n_tp_k", LARGE, do_finalize=False)
+    here = run("tp_n_tp_k", on_library(arguments, "torch"))
+    there = run("tp_n_tp_k", on_host(arguments))
+    rows, expected = (to_host(x[0])[to_host(x[2])] for x in (here, there))
+    assert_within(compare(rows, expected), TOLERANCES["mxfp8"])
 
 
 @pytest.mark.parametrize("form", ["whole", "tp_n_tp_k"])
