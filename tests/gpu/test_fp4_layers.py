@@ -13,6 +13,7 @@ from cupy_moe.testing.compare import assert_bit_equal, assert_within, compare, t
 from cupy_moe.testing.fp4_inputs import Fp4Sizes, fp4_layer
 from cupy_moe.tiling import Tiling
 from cupy_moe.types import ActivationType
+from cupy_moe.weights import prepare_gemm2_scales
 from tests.fp4_calls import FORMS, MODES, run
 from tests.gpu.fp4_layers import (
     TOLERANCES,
@@ -159,19 +160,42 @@ def test_swiglu_step(limit: float | None) -> None:
     assert_like_numpy("nvfp4", "whole", on_library(arguments, "torch"))
 
 
-@pytest.mark.parametrize("byte", [0, 1, 64, 126, 127, 128, 129, 200, 254, 255])
+@pytest.mark.parametrize("byte", [0, 1, 64, 126, 127, 128, 129, 200, 253, 254, 255])
 def test_every_scale_of_mx_weights(byte: int) -> None:
     """Tokens scale back what the scales of W1 do, as far as the ranges go."""
     arguments = fp4_layer("bf16", "whole", Fp4Sizes(4, top_k=1))
     arguments["gemm1_weights_scale"][...] = byte
+    if byte >= 253:
+        arguments["gemm1_weights"] &= 0xBB  # magnitudes up to 1.5: more overflows BF16
     x = arguments["hidden_states"].astype(np.float32)
     shift = np.clip(127 - byte, -120, 120) - 4
     arguments["hidden_states"] = (x * np.float32(2.0) ** shift).astype(BF16)
-    out = output_of("whole", on_library(arguments, "torch")).astype(np.float32)
-    if byte == 255:
-        assert np.isnan(out).all()
-        return
-    assert_like_numpy("bf16", "whole", on_library(arguments, "torch"))
+    out = assert_like_numpy("bf16", "whole", on_library(arguments, "torch")).astype(np.float32)
+    assert np.isnan(out).all() if byte == 255 else np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("tokens", [24, 150])
+@pytest.mark.parametrize("mode", ["bf16", "nvfp4"])
+def test_rare_scales_among_others(mode: str, tokens: int) -> None:
+    """Every column of the output has the size of a row of W2, one is NaN for one expert."""
+    arguments = fp4_layer(mode, "whole", Fp4Sizes(tokens))
+    scales, nan = arguments["gemm2_weights_scale"].copy(), (2, 37, 5)
+    if mode == "bf16":
+        bytes_of_rows = np.array([0, 1, 126, 127, 128, 129, 200], np.uint8)
+        scales[...] = np.random.default_rng(1).choice(bytes_of_rows, scales.shape[1])[:, None]
+        x = arguments["hidden_states"].astype(np.float32)
+        arguments["hidden_states"] = (x * np.float32(16)).astype(BF16)  # no subnormal outputs
+    scales[nan] = 255
+    arguments["gemm2_weights_scale"] = prepare_gemm2_scales(scales)
+    out = output_of("whole", on_library(arguments, "torch")).astype(np.float64)
+    expected = run("whole", on_host(arguments))[0].astype(np.float64)
+    to_one = 2.0 ** -np.floor(np.log2(np.nanmax(np.abs(expected), axis=0)))
+    errors = compare(*((x * to_one).astype(BF16) for x in (out, expected)))
+    assert_within(errors, TOLERANCES[mode], mode)
+    is_nan = np.zeros(out.shape, bool)
+    is_nan[:, nan[1]] = (arguments["topk_ids"] == nan[0]).any(axis=1)
+    assert 0 < is_nan.sum() < tokens
+    np.testing.assert_array_equal(np.isnan(out), is_nan)
 
 
 @each_form
