@@ -315,6 +315,10 @@ def mxfp4_quantize(x: Array) -> tuple[Array, Array]:
     ------
     ValueError
         K is not a multiple of 32.
+
+    Notes
+    -----
+    Magnitudes from 3.5 * 2**126 on round to 2**128, which is infinite in FP32 and BF16.
     """
     codes, scales = _quantize_mx("mxfp4_quantize", x, E2M1, E2M1_MAX, round_up=True)
     return pack_fp4(codes), scales

@@ -187,6 +187,9 @@ def prims_ts_fp4_block_scale_moe(
     reference, which computes sums in float64. A token's row does not depend on the other tokens'
     data; an expert that a token names twice counts twice. T = 0 gives empty results.
 
+    A weight times its scale must be in the range of BF16: with UE8M0 byte 253 magnitudes from 4 on,
+    with 254 from 2 on, are infinite.
+
     Name and arguments are those of the operation in FlashInfer.
     """
     layer = whole_layer(
