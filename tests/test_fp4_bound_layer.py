@@ -124,3 +124,19 @@ def test_partitions_are_joined_after_a_refused_launch(
         run(form, arguments)
     assert gpu.launched == [("permute", CALLER), ("cast", CALLER), FORK, JOIN]
     assert not arguments["partition_resources"].launch_guard().locked()
+
+
+@pytest.mark.parametrize("form", STRATEGIES)
+def test_partitions_are_joined_after_a_refused_fork(gpu: Gpu, form: str) -> None:
+    """A partition may be waiting already when the other cannot."""
+
+    class Refusing(Resources):
+        def fork_from(self, stream: int) -> None:
+            super().fork_from(stream)
+            raise RuntimeError("refused")
+
+    arguments = on_gpu(gpu, form, every_argument("mxfp8", form))
+    arguments["partition_resources"] = Refusing(gpu)
+    with pytest.raises(RuntimeError, match="refused"):
+        run(form, arguments)
+    assert gpu.launched == [("permute", CALLER), ("cast", CALLER), FORK, JOIN]

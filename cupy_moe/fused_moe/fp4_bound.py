@@ -62,8 +62,8 @@ class PartitionedLayer(BoundLayer[Fp4Operands]):
         with device_guard(self._device), resources.launch_guard():
             stages = self._stages(stream)
             enqueue(stages.before)
-            resources.fork_from(stream)
             try:
+                resources.fork_from(stream)
                 enqueue(stages.fc1)
                 if self.problem.strategy == "tp_n_tp_n":  # FC2 reads what both have computed
                     resources.join_into(stream)
