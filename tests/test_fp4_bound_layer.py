@@ -123,7 +123,18 @@ def test_partitions_are_joined_after_a_refused_launch(
     with pytest.raises(RuntimeError, match="refused"):
         run(form, arguments)
     assert gpu.launched == [("permute", CALLER), ("cast", CALLER), FORK, JOIN]
-    assert not arguments["partition_resources"].launch_guard().locked()
+    assert not arguments["partition_resources"].launch_guard()._is_owned()
+
+
+@pytest.mark.parametrize("form", STRATEGIES)
+def test_a_thread_that_holds_the_guard_may_run_layers(gpu: Gpu, form: str) -> None:
+    arguments = on_gpu(gpu, form, every_argument("mxfp8", form))
+    guard = arguments["partition_resources"].launch_guard()
+    with guard:
+        run(form, arguments)
+        assert guard._is_owned()
+    assert not guard._is_owned()
+    assert gpu.launched[2:-1] == GEMMS[form]
 
 
 @pytest.mark.parametrize("form", STRATEGIES)

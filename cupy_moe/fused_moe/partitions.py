@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from threading import Lock
+from threading import RLock
 from typing import Any, TypeAlias
 
 from cupy_moe.runtime.arrays import HOST, CupyFramework
@@ -68,7 +68,7 @@ class MoePartitionResources:
                 f"{len(self.streams)}. Pass (None, None) for arrays in host memory."
             )
         handles = tuple(map(_cuda_handle, self.streams))
-        self._mutex = Lock()
+        self._mutex = RLock()
         self.handles: tuple[int, ...] = tuple(h for h in handles if h is not None)
         self.device = HOST
         self.topology: Topology = ()
@@ -131,7 +131,8 @@ class MoePartitionResources:
         """Host mutex for everything from before a fork to after the last enqueued launch.
 
         It keeps two host threads from mixing their records of the shared events. It orders only
-        what is enqueued: graphs that replay at the same time need resources of their own.
+        what is enqueued: graphs that replay at the same time need resources of their own. Layers
+        take it themselves; a thread that holds it may run them.
         """
         return self._mutex
 
