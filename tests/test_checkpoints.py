@@ -167,3 +167,34 @@ def test_what_does_not_fit_is_refused(model: dict[str, np.ndarray]) -> None:
         experts_from_nvfp4(one, two, down, **options)
     with pytest.raises(ValueError, match=r"experts_from_nvfp4: weights must be \(E, I, H/2"):
         experts_from_nvfp4(one, one, one, **options)
+
+
+@pytest.mark.parametrize("name", ["gate_up_blocks", "gate_up_scales", "down_blocks", "down_scales"])
+def test_gpt_oss_of_another_dtype_is_refused(model: dict[str, np.ndarray], name: str) -> None:
+    stored = gpt_oss(model)
+    typed = stored["gate_up_scales"].view(ml_dtypes.float8_e8m0fnu)
+    experts_from_gpt_oss(**stored | {"gate_up_scales": typed})
+    allowed = "uint8 or float8_e8m0fnu" if name.endswith("scales") else "uint8"
+    for dtype in (np.int8, np.float32):
+        pattern = f"gpt_oss: {name} must be {allowed}, .* got {np.dtype(dtype).name}"
+        with pytest.raises(TypeError, match=pattern):
+            experts_from_gpt_oss(**stored | {name: stored[name].astype(dtype)})
+
+
+@pytest.mark.parametrize("field", ["weight", "weight_scale"])
+@pytest.mark.parametrize("name", ["up_proj", "gate_proj", "down_proj"])
+def test_nvfp4_of_another_dtype_is_refused(
+    model: dict[str, np.ndarray], name: str, field: str
+) -> None:
+    projections = {
+        f"{n}_proj": Nvfp4Projection(*nvfp4_quantize(model[n], np.float32(1.0)), np.float32(1.0))
+        for n in ("up", "gate", "down")
+    }
+    options = {"input_scale": 1.0, "intermediate_scale": 1.0, "activation_type": 3}
+    up = projections["up_proj"]
+    typed = up._replace(weight_scale=up.weight_scale.view(ml_dtypes.float8_e4m3fn))
+    experts_from_nvfp4(**projections | {"up_proj": typed}, **options)
+    other = getattr(projections[name], field).astype(np.float32)
+    refused = projections | {name: projections[name]._replace(**{field: other})}
+    with pytest.raises(TypeError, match=rf"nvfp4: {name}\.{field} must be uint8.* got float32"):
+        experts_from_nvfp4(**refused, **options)

@@ -6,7 +6,7 @@ pad the columns of the hidden states alike, and cut those of the output.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,9 +64,9 @@ def experts_from_gpt_oss(
     ----------
     gate_up_blocks : array (E, 2I, H/32, 16), uint8
         ``mlp.experts.gate_up_proj_blocks``: gate and up rows alternate, gate first.
-    gate_up_scales : array (E, 2I, H/32), uint8
+    gate_up_scales : array (E, 2I, H/32), uint8 or float8_e8m0fnu
         ``mlp.experts.gate_up_proj_scales``, UE8M0.
-    down_blocks, down_scales : array (E, H, I/32, 16) and (E, H, I/32), uint8
+    down_blocks, down_scales : array (E, H, I/32, 16) and (E, H, I/32), same dtypes
         ``mlp.experts.down_proj_blocks`` and ``..._scales``.
     hidden_multiple, intermediate_multiple : int
         H and I are padded to multiples of these: of 128, or of 256 where a strategy asks for it.
@@ -80,6 +80,8 @@ def experts_from_gpt_oss(
 
     Raises
     ------
+    TypeError
+        An array of codes or scales has another dtype.
     ValueError
         Shapes do not fit each other, or a multiple is none of 128.
 
@@ -98,6 +100,8 @@ def experts_from_gpt_oss(
             (down_scales, "down_scales"),
         )
     )
+    _check_dtypes(name, {"gate_up_blocks": w1, "down_blocks": w2})
+    _check_dtypes(name, {"gate_up_scales": s1, "down_scales": s2}, UE8M0_DTYPE)
     fits = (
         w1.ndim == w2.ndim == 4
         and w1.shape[3] == w2.shape[3] == MX_BLOCK // 2
@@ -167,6 +171,8 @@ def experts_from_nvfp4(
 
     Raises
     ------
+    TypeError
+        An array of codes or scales has another dtype.
     ValueError
         Shapes do not fit each other, a factor is not positive, a multiple is none of 128, or up and
         gate have different global scales with an activation that has one factor for both.
@@ -177,9 +183,11 @@ def experts_from_nvfp4(
     weights, restore = to_xp(up_proj.weight, f"{name}: up_proj.weight")
     codes = {n: to_xp(p.weight, f"{name}: {n}.weight")[0] for n, p in projections.items()}
     scales = {
-        n: to_xp(p.weight_scale, f"{name}: {n}.weight_scale")[0].view(np.uint8)
-        for n, p in projections.items()
+        n: to_xp(p.weight_scale, f"{name}: {n}.weight_scale")[0] for n, p in projections.items()
     }
+    _check_dtypes(name, {f"{n}.weight": x for n, x in codes.items()})
+    _check_dtypes(name, {f"{n}.weight_scale": x for n, x in scales.items()}, E4M3_DTYPE)
+    scales = {n: x.view(np.uint8) for n, x in scales.items()}
     hidden, inter = _nvfp4_sizes(name, codes, scales)
     up_scale, gate_scale, down_scale = (
         per_expert(name, f"{n}.weight_scale_2", p.weight_scale_2, weights)
@@ -207,6 +215,17 @@ def experts_from_nvfp4(
         weight_layout,
         block_major_k_bytes,
     )
+
+
+def _check_dtypes(name: str, arrays: dict[str, Array], typed: np.dtype[Any] | None = None) -> None:
+    """Refuse what is neither bytes nor of the dtype that these bytes may be typed as."""
+    allowed = ("uint8",) if typed is None else ("uint8", typed.name)
+    for argument, array in arrays.items():
+        if array.dtype.name not in allowed:
+            raise TypeError(
+                f"{name}: {argument} must be {' or '.join(allowed)}, as the checkpoint stores it, "
+                f"got {array.dtype.name}."
+            )
 
 
 def _nvfp4_sizes(name: str, codes: dict[str, Array], scales: dict[str, Array]) -> tuple[int, int]:
