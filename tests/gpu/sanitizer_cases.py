@@ -10,8 +10,11 @@ import sys
 import numpy as np
 
 from cupy_moe.testing.compare import assert_within, compare, to_host
+from cupy_moe.testing.fp4_inputs import Fp4Sizes, fp4_layer
 from cupy_moe.testing.inputs import make_fp8_layer, make_hidden_states, make_topk, move_arguments
 from cupy_moe.types import ActivationType
+from tests.fp4_calls import run
+from tests.gpu.fp4_layers import TOLERANCES, on_host, on_library
 from tests.gpu.support import logits_moe, reference, routed_moe, tolerance_of
 
 
@@ -38,6 +41,15 @@ def from_logits(tokens: int, experts: int, top_k: int, **options: int) -> None:
     assert np.isfinite(out.astype(np.float32)).all()
 
 
+def fp4(mode: str, sizes: Fp4Sizes) -> None:
+    """One call of a layer that is not partitioned, checked; then its unfinalized form."""
+    host = fp4_layer(mode, "whole", sizes)
+    arguments = on_library(host, "cupy")
+    (out,), (expected,) = run("whole", arguments), run("whole", on_host(host))
+    assert_within(compare(out, expected), TOLERANCES[mode])
+    run("whole", arguments | {"do_finalize": False})
+
+
 def main(level: str) -> None:
     """Run the cases; "few" is one call of each kernel, for the slower tools."""
     import cupy
@@ -45,6 +57,8 @@ def main(level: str) -> None:
     cupy.cuda.set_allocator(None)
     routed(3, 4, 2, ActivationType.Swiglu)
     from_logits(3, 8, 2, routing_method_type=1)
+    fp4("mxfp8", Fp4Sizes(3))
+    fp4("nvfp4", Fp4Sizes(3))
     if level == "all":
         routed(1, 1, 1, ActivationType.Relu2)
         routed(37, 4, 2, ActivationType.SwigluStep, invalid="extremes", dtype="float32")
@@ -54,6 +68,7 @@ def main(level: str) -> None:
         routed(521, 5, 2, ActivationType.Swiglu, invalid="half_the_rows")  # a cluster permutes
         from_logits(37, 64, 8, routing_method_type=2, n_group=8, topk_group=4)
         from_logits(5, 128, 1, routing_method_type=3)
+        fp4("bf16", Fp4Sizes(37, block_bytes=64, local=(2, 3)))
     cupy.cuda.Device().synchronize()
     print("CASES DONE")
 
