@@ -18,8 +18,8 @@ struct Params {
   const int4* tile_info;            // [token tiles] expert, its first tile, its tiles, rows in use
   const i32* num_n_tiles;           // [1] token tiles in use
   u32* tile_counter;  // [1] tiles taken after every block's first, or null; Hopper loop only
-  const float* output_scales;  // [local_num_experts] s1 (FC1) or s2 (FC2), or null: 1
-  const float* gate_scales;    // [local_num_experts] sg, or null: 1; FC1 only
+  const float* output_scales;  // [local_num_experts] s1 (FC1) or s2 (FC2), or null: 1 (FP4)
+  const float* gate_scales;    // [local_num_experts] sg, or null: 1 (FP4); FC1 only
   const float* clamp_limits;   // [local_num_experts] or null: 7 / sg (SwigluStep), no limit (FP4)
   const float* alphas;         // [local_num_experts] or null; FC1 of FP4 only
   const float* betas;          // [local_num_experts] or null; FC1 of FP4 only
@@ -56,12 +56,22 @@ __device__ __forceinline__ float load_or(const float* values, i32 expert, float 
   return values != nullptr ? values[expert] : otherwise;
 }
 
+// FP8 layers always have these.
+template <typename Config>
+__device__ __forceinline__ float load_output_scale(const float* values, i32 expert) {
+  if constexpr (Config::kMoeFormat == MoeFormat::Fp8) {
+    return values[expert];
+  } else {
+    return load_or(values, expert, 1.0f);
+  }
+}
+
 template <typename Config>
 __device__ __forceinline__ epilogue::ExpertScales load_scales(const Params& p, i32 expert) {
   epilogue::ExpertScales scales{};
-  scales.output = load_or(p.output_scales, expert, 1.0f);
+  scales.output = load_output_scale<Config>(p.output_scales, expert);
   if constexpr (kIsFc1<Config>) {
-    scales.gate = load_or(p.gate_scales, expert, 1.0f);
+    scales.gate = load_output_scale<Config>(p.gate_scales, expert);
     if constexpr (Config::kActivation == ActivationType::SwigluStep) {
       scales.limit = load_or(p.clamp_limits, expert, 7.0f / scales.gate);
     } else if constexpr (Config::kMoeFormat != MoeFormat::Fp8) {
