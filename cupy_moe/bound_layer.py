@@ -43,7 +43,8 @@ class BoundLayer(Generic[OperandsT]):
 
     A run is one launch of a CUDA graph once the layer was prepared, or from its ninth run on, where
     the driver has CUDA 12.3 or newer and the stream is neither captured nor of a green context;
-    else its kernels are launched one by one.
+    else its kernels are launched one by one. Calls of the FP4 operations make a layer each, which
+    runs once and never becomes a graph.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ def test_replay_follows_new_inputs(library: str, form: str) -> None:
 
 @each_form
 def test_many_runs_of_one_call(form: str) -> None:
-    """Beyond the number of runs after which launches become a graph."""
+    """Also on a stream that none of its arrays was made on."""
     arguments = on_library(fp4_layer("nvfp4", form, Fp4Sizes(20)), "torch")
     first = to_host(run(form, arguments)[0]).copy()
     with side_stream("torch"):
