@@ -1,7 +1,8 @@
 """The stages of a mixture-of-experts layer on a GPU, in order, one launch each.
 
-Nothing else knows the sequence. Every call is graph-safe: grids and buffers follow from sizes,
-counts stay on the device, nothing synchronizes.
+`cupy_moe.stages` says what comes before and after the GEMMs, `cupy_moe.fused_moe.fp4_bound` where
+partitions fork and join. Every call is graph-safe: grids and buffers follow from sizes, counts stay
+on the device, nothing synchronizes.
 
 Launches are bound first (sizes and addresses to parameter structs and configurations) and enqueued
 then. Binding is a pure function of plain values; its latest results are remembered, so that a layer
