@@ -4,8 +4,9 @@ Continuous integration has no GPU. A full run of the GPU suite (``pytest -m gpu`
 has one writes ``tests/gpu_report.json``: what ran where, how it ended, how large the errors were
 and what the benchmarks measured, together with a hash of everything a kernel's result depends on.
 ``python tests/gpu_evidence.py --check`` then fails in CI when sources and report have drifted
-apart. ``--mark-unverified`` states openly that the present sources have not been on a GPU yet: the
-figures stay, with the hash of the tree that they were measured on.
+apart. ``--add-rerun`` adds the run of tests that had failed for a fault of their own: the sources
+are the same, and the report says so. ``--mark-unverified`` states openly that the present sources
+have not been on a GPU yet: the figures stay, with the hash of the tree that they were measured on.
 """
 
 from __future__ import annotations
@@ -254,6 +255,8 @@ def check(report_path: Path = REPORT, root: Path = ROOT) -> tuple[int, str]:
         return 1, f"the GPU suite failed on these sources: {', '.join(_ended(report, 'failed'))}"
     passed, skipped = _ended(report, "passed"), _ended(report, "skipped")
     note = f" Skipped: {', '.join(skipped)}." if skipped else ""
+    for run in report.get("reruns", []):
+        note += f" {len(run['tests'])} of them in a run of their own: {run['why']}"
     return 0, f"{len(passed)} GPU tests passed on {report['environment']['gpu']}.{note}"
 
 
@@ -269,15 +272,44 @@ def mark_unverified(reason: str, report_path: Path = REPORT, root: Path = ROOT) 
     report_path.write_text(dump({**report, **marks}))
 
 
+def add_rerun(rerun_path: Path, reason: str, report_path: Path = REPORT) -> None:
+    """Add a run, on the same sources and kind of machine, of tests that had failed.
+
+    Raises
+    ------
+    ValueError
+        If the runs do not belong together, or the second one holds other tests than failed ones.
+    """
+    report, rerun = (json.loads(path.read_text()) for path in (report_path, rerun_path))
+    for what in ("tree", "environment"):
+        if report[what] != rerun[what]:
+            raise ValueError(f"the runs differ in {what}: {report[what]} and {rerun[what]}")
+    others = sorted(rerun["tests"].keys() - set(_ended(report, "failed")))
+    if others:
+        raise ValueError(f"tests that had not failed in the report: {', '.join(others)}")
+    report["tests"] |= rerun["tests"]
+    report["errors"] |= rerun["errors"]
+    report["benchmarks"] |= rerun["benchmarks"]
+    report["reruns"] = [*report.get("reruns", []), {"why": reason, "tests": list(rerun["tests"])}]
+    if not _ended(report, "failed"):
+        report["status"] = "passed"
+    report_path.write_text(dump(report))
+
+
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", action="store_true", help="does the report match the sources?")
     action.add_argument("--mark-unverified", metavar="WHY", help="say why they were not run")
-    reason = parser.parse_args().mark_unverified
-    if reason is not None:
-        mark_unverified(reason)
+    action.add_argument(
+        "--add-rerun", nargs=2, metavar=("REPORT", "WHY"), help="add a run of tests that had failed"
+    )
+    args = parser.parse_args()
+    if args.mark_unverified is not None:
+        mark_unverified(args.mark_unverified)
+    if args.add_rerun is not None:
+        add_rerun(Path(args.add_rerun[0]), args.add_rerun[1])
     code, message = check()
     print(message, file=sys.stderr if code else sys.stdout)
     return code

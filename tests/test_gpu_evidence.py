@@ -12,7 +12,15 @@ import pytest
 
 from cupy_moe.testing.compare import compare
 from tests import gpu_evidence
-from tests.gpu_evidence import Evidence, EvidencePlugin, check, dump, mark_unverified, tree_hash
+from tests.gpu_evidence import (
+    Evidence,
+    EvidencePlugin,
+    add_rerun,
+    check,
+    dump,
+    mark_unverified,
+    tree_hash,
+)
 
 PASSING = """
 import pytest
@@ -207,6 +215,57 @@ def test_marking_is_a_warning_until_the_sources_change_again(project: Path) -> N
     assert len(report["tests"]) == 2
     (project / "cuda_src/route.cu").write_text("// changed again")
     assert check(report_of(project), project)[0] == 1
+
+
+@pytest.fixture
+def failed_once(project: Path) -> Path:
+    """Report of a project in which one of the two tests failed."""
+    (project / "tests/gpu/test_kernel.py").write_text(PASSING.replace("assert case", FAULT))
+    run_suite(project)
+    (project / "tests/gpu/test_kernel.py").write_text(PASSING)
+    return report_of(project)
+
+
+FAULT = 'assert case == "one"'
+TWO = "tests/gpu/test_kernel.py::test_kernel[two]"
+
+
+def test_tests_that_failed_for_their_own_fault_run_again(project: Path, failed_once: Path) -> None:
+    assert check(failed_once, project)[0] == 1
+    rerun = project / "rerun.json"
+    run_suite(project, str(project / TWO), path=rerun)
+    add_rerun(rerun, "The test was wrong.", failed_once)
+    code, message = check(failed_once, project)
+    assert code == 0
+    assert "2 GPU tests passed" in message
+    assert message.endswith("1 of them in a run of their own: The test was wrong.")
+    (run,) = json.loads(failed_once.read_text())["reruns"]
+    assert [name.rpartition("::")[2] for name in run["tests"]] == ["test_kernel[two]"]
+
+
+def test_a_rerun_that_fails_again_changes_nothing_for_the_check(
+    project: Path, failed_once: Path
+) -> None:
+    (project / "tests/gpu/test_kernel.py").write_text(PASSING.replace("assert case", FAULT))
+    rerun = project / "rerun.json"
+    run_suite(project, str(project / TWO), path=rerun)
+    add_rerun(rerun, "why", failed_once)
+    assert check(failed_once, project)[0] == 1
+
+
+def test_reruns_of_other_sources_and_of_other_tests_are_refused(
+    project: Path, failed_once: Path
+) -> None:
+    before = failed_once.read_text()
+    rerun = project / "rerun.json"
+    run_suite(project, path=rerun)
+    with pytest.raises(ValueError, match=r"had not failed.*test_kernel\[one\]"):
+        add_rerun(rerun, "why", failed_once)
+    (project / "cuda_src/route.cu").write_text("// changed")
+    run_suite(project, str(project / TWO), path=rerun)
+    with pytest.raises(ValueError, match="differ in tree"):
+        add_rerun(rerun, "why", failed_once)
+    assert failed_once.read_text() == before
 
 
 # --- what tests record ------------------------------------------------------------------------
