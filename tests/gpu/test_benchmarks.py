@@ -153,8 +153,9 @@ def test_weighted_sum_of_a_peer() -> None:
     row_of_slot = np.array([[0, 3], [-1, 4], [2, -1], [-1, -1]], np.int32)
     weights = np.array([[0.5, 0.25], [9.0, 1.0], [2.0, 9.0], [9.0, 9.0]], np.float32)
     output = torch.full((4, 1024), torch.nan, device="cuda").bfloat16()
-    device_arrays = (torch.from_numpy(a).cuda() for a in (row_of_slot, weights))
-    weighted_sum(rows, *device_arrays, output)
+    weighted_sum(
+        rows, torch.from_numpy(row_of_slot).cuda(), torch.from_numpy(weights).cuda(), output
+    )
     exact = torch.stack(
         [0.5 * rows[0].float() + 0.25 * rows[3].float(), rows[4], 2 * rows[2], 0 * rows[0]]
     )
