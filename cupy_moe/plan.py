@@ -15,6 +15,10 @@ from cupy_moe.kernels.add_rows import AddRowsConfig, all_add_rows_configs
 from cupy_moe.kernels.cast import CastConfig, all_cast_configs
 from cupy_moe.kernels.expand import ExpandConfig, all_expand_configs
 from cupy_moe.kernels.finalize import FinalizeConfig, all_finalize_configs
+from cupy_moe.kernels.finalize_rmsnorm import (
+    FinalizeRmsnormConfig,
+    all_finalize_rmsnorm_configs,
+)
 from cupy_moe.kernels.gemm_tiles import GemmStage, MainloopKind, mainloop_for
 from cupy_moe.kernels.grouped_gemm import GemmConfig, all_gemm_configs
 from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs, permute_config
@@ -43,7 +47,7 @@ __all__ = [
 
 KernelConfig: TypeAlias = (
     "RouteConfig | PermuteConfig | ExpandConfig | CastConfig | GemmConfig | AddRowsConfig "
-    "| FinalizeConfig"
+    "| FinalizeConfig | FinalizeRmsnormConfig"
 )
 
 # Every scratch buffer starts on its own 256 bytes, as allocators and 16-byte vectors want it.
@@ -255,5 +259,6 @@ def all_specializations(arch: str) -> list[KernelSpec]:
         *all_gemm_configs(arch),
         *all_add_rows_configs(),
         *all_finalize_configs(),
+        *all_finalize_rmsnorm_configs(),
     ]
     return [config.spec() for config in configs]

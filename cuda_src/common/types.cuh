@@ -48,6 +48,10 @@ enum class GemmStage { Fc1, Fc2 };
 // How the tensor cores are fed: mma.sync everywhere, wgmma on sm_90a.
 enum class MainloopKind { Mma, Wgmma };
 
+// Who reduces the expert rows of a token in a tensor-parallel finalize: every rank all of them, one
+// rank all of them, or every rank those of its slots.
+enum class FinalizeScheme { EveryRank, TokenOwner, ExpertOwner };
+
 __host__ __device__ constexpr bool is_gated(ActivationType activation) {
   return activation == ActivationType::Swiglu || activation == ActivationType::Geglu ||
          activation == ActivationType::SwigluStep || activation == ActivationType::Situ;

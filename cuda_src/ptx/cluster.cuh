@@ -1,5 +1,5 @@
-// Thread block clusters: their barrier, and reads of another block's shared memory. Below sm_90 the
-// instructions do not exist and nothing may get here.
+// Thread block clusters: their barrier, and accesses to another block's shared memory. Below sm_90
+// the instructions do not exist; every block is a cluster of its own and nothing else may get here.
 #pragma once
 
 #include "common/types.cuh"
@@ -55,6 +55,32 @@ __device__ __forceinline__ i32 ld_shared_cluster(u32 address) {
   __trap();
 #endif
   return value;
+}
+
+__device__ __forceinline__ void st_shared_cluster(u32 address, float value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+#else
+  __trap();
+#endif
+}
+
+// Blocks of the cluster.
+__device__ __forceinline__ i32 cluster_nctarank() {
+  u32 count = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %cluster_nctarank;" : "=r"(count));
+#endif
+  return static_cast<i32>(count);
+}
+
+// This block among them.
+__device__ __forceinline__ i32 cluster_ctarank() {
+  u32 rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+#endif
+  return static_cast<i32>(rank);
 }
 
 }  // namespace cupy_moe::ptx

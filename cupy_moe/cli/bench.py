@@ -29,7 +29,7 @@ from cupy_moe.bench.rows import Report, Row
 from cupy_moe.bench.sweep import SweepRow, sweep
 from cupy_moe.bench.timing import free_memory
 from cupy_moe.bench.workloads import TOKENS, WORKLOADS, Workload
-from cupy_moe.cli import bench_fp4
+from cupy_moe.cli import bench_finalize, bench_fp4
 
 __all__ = ["add_parser"]
 
@@ -239,3 +239,6 @@ def add_parser(subparsers: Any) -> None:
         )
     _add_measurement(fp4, TOKENS)
     fp4.set_defaults(run=bench_fp4.run_fp4)
+    finalize = kinds.add_parser("finalize", help="the tensor-parallel finalize on several GPUs")
+    _add_measurement(finalize, bench_finalize.TOKENS)
+    finalize.set_defaults(run=bench_finalize.run_finalize)

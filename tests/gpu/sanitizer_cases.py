@@ -9,11 +9,14 @@ import sys
 
 import numpy as np
 
+from cupy_moe.comm.groups import SingleRank
 from cupy_moe.testing.compare import assert_within, compare, to_host
 from cupy_moe.testing.fp4_inputs import Fp4Sizes, fp4_layer
 from cupy_moe.testing.inputs import make_fp8_layer, make_hidden_states, make_topk, move_arguments
 from cupy_moe.types import ActivationType
+from tests.finalize_cases import make_case
 from tests.fp4_calls import run
+from tests.gpu.finalize_ranks import GpuRank
 from tests.gpu.fp4_layers import TOLERANCES, on_host, on_library
 from tests.gpu.support import logits_moe, reference, routed_moe, tolerance_of
 
@@ -50,6 +53,14 @@ def fp4(mode: str, sizes: Fp4Sizes) -> None:
     run("whole", arguments | {"do_finalize": False})
 
 
+def finalized(tokens: int, hidden_size: int, top_k: int) -> None:
+    """A finalize of one rank; ranks that wait for each other would outlast any time limit here."""
+    case = make_case(1, tokens, hidden_size=hidden_size, top_k=top_k)
+    rank = GpuRank(SingleRank(), case)
+    case.check(rank.run(case)[0])
+    rank.workspace.close()
+
+
 def main(level: str) -> None:
     """Run the cases; "few" is one call of each kernel, for the slower tools."""
     import cupy
@@ -69,6 +80,9 @@ def main(level: str) -> None:
         from_logits(37, 64, 8, routing_method_type=2, n_group=8, topk_group=4)
         from_logits(5, 128, 1, routing_method_type=3)
         fp4("bf16", Fp4Sizes(37, block_bytes=64, local=(2, 3)))
+        finalized(3, 264, 3)
+        finalized(2, 4096, 8)
+        finalized(140, 8, 1)
     cupy.cuda.Device().synchronize()
     print("CASES DONE")
 

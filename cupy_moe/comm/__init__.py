@@ -1,0 +1,24 @@
+"""Operations that the ranks of a tensor-parallel group run together."""
+
+from cupy_moe.comm.errors import PeerTimeoutError
+from cupy_moe.comm.finalize_rmsnorm import (
+    check_tp_moe_finalize_rmsnorm,
+    close_tp_moe_finalize_rmsnorm,
+    init_tp_moe_finalize_rmsnorm,
+    supports_tp_moe_finalize_rmsnorm,
+    tp_moe_finalize_rmsnorm,
+)
+from cupy_moe.comm.groups import FileStore, Group, StoreGroup, ThreadGroup
+
+__all__ = [
+    "FileStore",
+    "Group",
+    "PeerTimeoutError",
+    "StoreGroup",
+    "ThreadGroup",
+    "check_tp_moe_finalize_rmsnorm",
+    "close_tp_moe_finalize_rmsnorm",
+    "init_tp_moe_finalize_rmsnorm",
+    "supports_tp_moe_finalize_rmsnorm",
+    "tp_moe_finalize_rmsnorm",
+]

@@ -1,0 +1,269 @@
+"""Groups of ranks: the one exchange that setting up a workspace needs, over what the caller has."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = [
+    "FileStore",
+    "Group",
+    "MpiGroup",
+    "SingleRank",
+    "Store",
+    "StoreGroup",
+    "ThreadGroup",
+    "TorchGroup",
+    "as_group",
+    "vote",
+]
+
+_POLL_S = 0.002
+
+
+class Group(ABC):
+    """Ranks of a tensor-parallel group, numbered within it.
+
+    Attributes
+    ----------
+    rank, size : int
+        Within the group. A rank is no device number.
+    key : object
+        Equal for two objects that stand for the same group.
+    is_thread : bool
+        Whether other threads of this process are other ranks.
+    """
+
+    rank: int
+    size: int
+    key: object
+    is_thread = False
+
+    @abstractmethod
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Exchange bytes of any length; collective. Entry q is what rank q gave."""
+
+    def barrier(self) -> None:
+        """Return once all ranks have called it."""
+        self.all_gather(b"")
+
+
+class SingleRank(Group):
+    """A group of one."""
+
+    rank, size, key = 0, 1, None
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """See `Group.all_gather`."""
+        return [data]
+
+
+class TorchGroup(Group):
+    """A ``torch.distributed`` process group, or a sub-group that this process belongs to."""
+
+    def __init__(self, group: Any = None) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self.key = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.key), dist.get_world_size(self.key)
+        if self.rank < 0:
+            raise ValueError("TorchGroup: this process does not belong to the process group.")
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """See `Group.all_gather`."""
+        gathered: list[Any] = [None] * self.size
+        self._dist.all_gather_object(gathered, data, group=self.key)
+        return gathered
+
+
+class MpiGroup(Group):
+    """An mpi4py communicator."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = self.key = communicator
+        self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """See `Group.all_gather`."""
+        return list(self._communicator.allgather(data))
+
+
+class Store(Protocol):
+    """Keys and values that all ranks see; the stores of ``torch.distributed`` are such."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Publish a value."""
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+
+
+class FileStore:
+    """A store in a folder that all ranks see: one file a key.
+
+    Parameters
+    ----------
+    folder : path
+        Empty before the first rank starts, used by one group of processes only.
+    timeout_s : float
+        The longest wait for a key, in seconds.
+    """
+
+    def __init__(self, folder: str | Path, timeout_s: float = 300.0) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Store.set`."""
+        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+            file.write(value)
+        Path(file.name).replace(self._folder / key)  # readers see the whole value or none
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`.
+
+        Raises
+        ------
+        TimeoutError
+            Nobody has set the key in time.
+        """
+        path, end = self._folder / key, time.monotonic() + self._timeout_s
+        while not path.exists():
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"FileStore: nobody has set {key} within {self._timeout_s:g} s; "
+                    "is every rank running with the same folder?"
+                )
+            time.sleep(_POLL_S)
+        return path.read_bytes()
+
+
+class StoreGroup(Group):
+    """Plain processes that share a store.
+
+    Parameters
+    ----------
+    rank, size : int
+    store : Store
+        `FileStore`, or a store of ``torch.distributed`` such as ``TCPStore``.
+    name : str
+        Tells groups apart that share one store.
+    """
+
+    def __init__(self, rank: int, size: int, store: Store, name: str = "cupy_moe") -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"StoreGroup: rank must be in [0, size = {size}), got {rank}.")
+        self.rank, self.size, self.key = rank, size, (id(store), name)
+        self._store, self._name, self._exchanges = store, name, 0
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """See `Group.all_gather`."""
+        prefix = f"{self._name}.{self._exchanges}"
+        self._exchanges += 1
+        self._store.set(f"{prefix}.{self.rank}", data)
+        return [bytes(self._store.get(f"{prefix}.{q}")) for q in range(self.size)]
+
+
+class ThreadGroup:
+    """Ranks that are threads of this process.
+
+    Parameters
+    ----------
+    size : int
+    timeout_s : float
+        The longest wait for another thread, in seconds.
+
+    Attributes
+    ----------
+    ranks : list of Group
+        Entry q is for the thread that is rank q.
+    """
+
+    def __init__(self, size: int, timeout_s: float = 300.0) -> None:
+        self._barrier = threading.Barrier(size, timeout=timeout_s)
+        self._data: list[bytes] = [b""] * size
+        self.ranks: list[Group] = [_ThreadRank(self, rank, size) for rank in range(size)]
+
+    def abort(self) -> None:
+        """Break the waits of all threads, now and later: one of them cannot go on."""
+        self._barrier.abort()
+
+    def exchange(self, rank: int, data: bytes) -> list[bytes]:
+        """Give the bytes of one rank and take those of all."""
+        self._data[rank] = data
+        self._barrier.wait()
+        gathered = list(self._data)
+        self._barrier.wait()  # nobody gives the next ones before all have taken these
+        return gathered
+
+
+class _ThreadRank(Group):
+    is_thread = True
+
+    def __init__(self, group: ThreadGroup, rank: int, size: int) -> None:
+        self.rank, self.size, self.key = rank, size, group
+        self._group = group
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        return self._group.exchange(self.rank, data)
+
+
+def as_group(group: Any) -> Group:
+    """Adapter for whatever stands for a group.
+
+    Parameters
+    ----------
+    group : None, Group, torch.distributed.ProcessGroup or mpi4py.MPI.Comm
+        None is the world of ``torch.distributed`` where that is initialized, else one rank.
+
+    Raises
+    ------
+    TypeError
+        It is none of these.
+    """
+    if isinstance(group, Group):
+        return group
+    dist = sys.modules.get("torch.distributed")
+    has_torch = dist is not None and dist.is_available()
+    if group is None:
+        return TorchGroup() if has_torch and dist.is_initialized() else SingleRank()  # type: ignore[union-attr]
+    if has_torch and isinstance(group, dist.ProcessGroup):  # type: ignore[union-attr]
+        return TorchGroup(group)
+    if hasattr(group, "allgather") and hasattr(group, "Get_rank"):
+        return MpiGroup(group)
+    raise TypeError(
+        "init_tp_moe_finalize_rmsnorm: group must be a torch.distributed process group, an mpi4py "
+        f"communicator or a cupy_moe.comm group, got {type(group).__name__}."
+    )
+
+
+def vote(group: Group, failure: str | None) -> list[str]:
+    """Tell every rank what failed on any; collective.
+
+    Parameters
+    ----------
+    group : Group
+    failure : str, optional
+        What failed here; None if nothing did.
+
+    Returns
+    -------
+    list of str
+        ``"rank q: what failed"`` of every rank where something did, the same on all ranks.
+    """
+    votes = group.all_gather(b"" if failure is None else failure.encode())
+    return list(_named(votes))
+
+
+def _named(votes: Iterable[bytes]) -> Iterable[str]:
+    for rank, failure in enumerate(votes):
+        if failure:
+            yield f"rank {rank}: {failure.decode()}"

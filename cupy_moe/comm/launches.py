@@ -1,0 +1,173 @@
+"""Launches of the kernel: shapes, co-residency, parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupy_moe.comm.layout import WorkspaceLayout
+from cupy_moe.comm.rules import FinalizeArrays, NormOptions
+from cupy_moe.comm.streams import multiprocessors_of
+from cupy_moe.comm.transport import Step
+from cupy_moe.kernels.finalize_rmsnorm import (
+    PARAMS,
+    ClusterShape,
+    FinalizeRmsnormConfig,
+    FinalizeScheme,
+    Phases,
+    choose_shape,
+    possible_shapes,
+)
+from cupy_moe.runtime.devices import compute_capability, max_shared_memory, sm_count
+from cupy_moe.runtime.jit import load
+from cupy_moe.runtime.launch import BoundLaunch, bind
+from cupy_moe.runtime.occupancy import resident_clusters
+
+__all__ = ["REPORT_WORDS", "Call", "Launcher"]
+
+REPORT_WORDS = 8
+POLITE_TOKENS = 8  # more of them are waited for politely
+_MAX_PLANS = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of the operation."""
+
+    arrays: FinalizeArrays
+    options: NormOptions
+    stream: int
+    scheme: FinalizeScheme
+    number: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a launch of so many tokens is spread over the device."""
+
+    shape: ClusterShape
+    num_clusters: int
+
+
+class Launcher:
+    """Kernels of one rank, loaded on its device.
+
+    Parameters
+    ----------
+    layout : WorkspaceLayout
+    rank, device : int
+    workspace : int
+        Address of this rank's workspace.
+    report : int
+        Address of the host memory that a launch reports to when it gives up.
+
+    Raises
+    ------
+    NotImplementedError
+        The device cannot hold a row.
+    """
+
+    def __init__(
+        self, layout: WorkspaceLayout, rank: int, device: int, workspace: int, report: int
+    ) -> None:
+        self._layout, self._rank, self._device = layout, rank, device
+        self._workspace, self._report = workspace, report
+        self._buffers = layout.buffers()
+        self._failed = workspace + layout.failed_offset
+        self._num_sms = self._granted = sm_count(device)
+        self._has_clusters = compute_capability(device) >= (9, 0)
+        self._shapes = possible_shapes(
+            layout.hidden_size, layout.top_k, max_shared_memory(device), self._has_clusters
+        )
+        if not self._shapes:
+            raise NotImplementedError(
+                f"hidden size {layout.hidden_size} with top_k {layout.top_k} needs thread block "
+                f"clusters or shared memory that cuda:{device} does not have"
+            )
+        one_rank = (FinalizeScheme.EveryRank,)
+        self._functions = {
+            scheme: load(FinalizeRmsnormConfig(scheme, layout.num_ranks).spec(), device)
+            for scheme in (one_rank if layout.num_ranks == 1 else FinalizeScheme)
+        }
+        self._is_shared = False
+        self._plans: dict[tuple[FinalizeScheme, int, int], _Plan] = {}
+
+    def share_device(self, num_ranks: int) -> None:
+        """Leave multiprocessors to other ranks on the device: all must be resident at once."""
+        self._granted = max(1, self._num_sms // num_ranks)
+        self._is_shared = num_ranks > 1
+
+    def bind(self, call: Call, first: int, count: int, step: Step) -> BoundLaunch:
+        """Prepare a launch for tokens [first, first + count)."""
+        plan = self._plan(call.scheme, count, call.stream)
+        layout, buffers, arrays = self._layout, self._buffers[call.scheme], call.arrays
+        params = PARAMS.pack(
+            arrays.gemm2.ptr,
+            arrays.index.ptr + 4 * first * layout.top_k,
+            arrays.weights.ptr + arrays.weights.itemsize * first * layout.top_k,
+            arrays.norm_weight.ptr,
+            arrays.output.ptr + 2 * first * layout.hidden_size,
+            self._workspace,
+            *step.peers,
+            self._workspace + buffers.generations_offset,
+            self._failed,
+            self._report,
+            buffers.rows_offset,
+            buffers.results_offset,
+            arrays.row_stride,
+            int(call.timeout_s * 1e9),
+            buffers.rows_slots,
+            buffers.results_slots,
+            arrays.gemm2.shape[0],
+            count,
+            layout.hidden_size,
+            layout.top_k,
+            self._rank,
+            call.number,
+            step.phases,
+            count > POLITE_TOKENS,
+            arrays.weights.dtype == "float32",
+            call.options.weight_before_norm,
+            call.options.eps,
+            call.options.gain_center,
+        )
+        shape = plan.shape
+        return bind(
+            self._functions[call.scheme],
+            params,
+            grid=(plan.num_clusters * shape.num_blocks, 1, 1),
+            block=shape.num_threads,
+            smem=shape.smem,
+            stream=call.stream,
+            # Blocks that are launched early could take the place of another rank's on the device.
+            pdl=self._has_clusters and step.phases == Phases.All and not self._is_shared,
+            cluster=shape.num_blocks,
+        )
+
+    def _plan(self, scheme: FinalizeScheme, num_tokens: int, stream: int) -> _Plan:
+        granted = multiprocessors_of(stream, self._device)
+        if granted == self._num_sms:
+            granted = self._granted
+        key = (scheme, num_tokens, granted)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make_plan(scheme, num_tokens, granted)
+        return plan
+
+    def _make_plan(self, scheme: FinalizeScheme, num_tokens: int, granted: int) -> _Plan:
+        # A part of the multiprocessors need not have room for a large cluster in one piece.
+        smallest = min(self._shapes)
+        is_whole = granted == self._num_sms
+        shapes = self._shapes if is_whole else {smallest: self._shapes[smallest]}
+        shape = choose_shape(shapes, num_tokens, granted)
+        resident = resident_clusters(
+            self._functions[scheme], shape.num_blocks, shape.num_threads, shape.smem
+        )
+        if self._is_shared:
+            resident //= 2  # other ranks' blocks need not leave the room where it is needed
+        num_clusters = min(num_tokens, max(1, resident * granted // self._num_sms))
+        if 1 < num_clusters < num_tokens:
+            num_clusters -= 1 - num_clusters % 2  # odd: a cluster meets tokens of every owner
+        return _Plan(shape, num_clusters)

@@ -1,0 +1,264 @@
+"""Symmetric receive buffers of a group, and the calls that exchange rows through them."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from types import TracebackType
+from typing import TypeVar
+
+from cupy_moe.comm.errors import PeerTimeoutError
+from cupy_moe.comm.groups import Group, vote
+from cupy_moe.comm.launches import REPORT_WORDS, Call, Launcher
+from cupy_moe.comm.layout import SchemeLimits, WorkspaceLayout, choose_scheme, default_limits
+from cupy_moe.comm.rules import OPERATION, FinalizeArrays, NormOptions
+from cupy_moe.comm.streams import StreamOrder
+from cupy_moe.comm.transport import IpcTransport, NcclTransport, Transport
+from cupy_moe.runtime.devices import device_guard
+from cupy_moe.runtime.launch import enqueue
+from cupy_moe.runtime.peer_memory import DeviceMemory, HostPage, MemoryOffer
+from cupy_moe.runtime.requirements import import_cupy
+
+__all__ = ["FinalizeWorkspace"]
+
+ResultT = TypeVar("ResultT")
+
+_logger = logging.getLogger("cupy_moe")
+
+
+class SetUpError(RuntimeError):
+    """A step of making a workspace failed on some rank."""
+
+
+class FinalizeWorkspace:
+    """Memory that the ranks of a group exchange expert rows through.
+
+    Made by every rank together (collective), used for any number of calls one after another, and
+    closed by every rank together.
+
+    Parameters
+    ----------
+    group : Group
+    device : int
+        CUDA ordinal of this rank's GPU.
+    hidden_size : int
+        Columns of a row, a multiple of 8 up to 16,384.
+    top_k : int
+        Expert slots of a token, up to 32.
+    max_tokens : int
+        Tokens of one launch; more are taken in several. Memory grows with it.
+    timeout_s : float
+        The longest a launch waits for other ranks, in seconds.
+    transport : str
+        "auto", "ipc" or "nccl".
+    limits : SchemeLimits, optional
+        Where the schemes change; default: by the number of ranks.
+
+    Attributes
+    ----------
+    transport : Transport
+        What is in use.
+
+    Raises
+    ------
+    RuntimeError
+        Memory could not be had or mapped on any rank. Raised on every rank, and all is given back.
+    """
+
+    transport: Transport
+
+    def __init__(
+        self,
+        group: Group,
+        device: int,
+        *,
+        hidden_size: int = 4096,
+        top_k: int = 8,
+        max_tokens: int = 1024,
+        timeout_s: float = 30.0,
+        transport: str = "auto",
+        limits: SchemeLimits | None = None,
+    ) -> None:
+        self.group, self.device, self.timeout_s = group, device, timeout_s
+        limits = default_limits(group.size) if limits is None else limits
+        self.layout = WorkspaceLayout(group.size, hidden_size, top_k, max_tokens, limits)
+        self._resources = ExitStack()
+        self._report: HostPage | None = None
+        self._num_calls = 0
+        try:
+            self._set_up(transport)
+        except SetUpError:
+            self._resources.close()
+            raise
+
+    # --- making and closing -----------------------------------------------------------------------
+
+    def _set_up(self, transport: str) -> None:
+        offers = self._allocate()
+        self.transport = self._connect(transport, offers)
+        own = offers[self.group.rank]
+        sharers = sum((o.host, o.bus_id) == (own.host, own.bus_id) for o in offers)
+        self._launcher.share_device(sharers)
+        # Nobody writes before all buffers are filled.
+        self.group.barrier()
+
+    def _on_all(self, step: Callable[[], ResultT]) -> ResultT:
+        """Do a step on every rank; if it fails on any, raise on all."""
+        failure, done = "", []
+        try:
+            done.append(step())
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = f"{type(error).__name__}: {error}"
+        failures = vote(self.group, failure or None)
+        if failures:
+            raise SetUpError(
+                f"init_{OPERATION}: no workspace of {self.layout.num_bytes} B a rank: "
+                f"{'; '.join(failures)}"
+            )
+        return done[0]
+
+    def _allocate(self) -> list[MemoryOffer]:
+        def step() -> MemoryOffer:
+            resources = self._resources
+            self._order = StreamOrder(OPERATION, self.device)
+            resources.callback(self._order.close)
+            self._memory = DeviceMemory(self.device, self.layout.num_bytes)
+            resources.callback(self._memory.free)
+            self._report = HostPage(self.device, REPORT_WORDS)
+            resources.callback(self._report.free)
+            self._launcher = Launcher(
+                self.layout,
+                self.group.rank,
+                self.device,
+                self._memory.address,
+                self._report.address,
+            )
+            self._memory.fill(self.layout.fills())
+            return self._memory.offer()
+
+        own = self._on_all(step)
+        return [pickle.loads(data) for data in self.group.all_gather(pickle.dumps(own))]
+
+    def _connect(self, name: str, offers: list[MemoryOffer]) -> Transport:
+        if name != "nccl":
+            try:
+                return self._connect_ipc(offers)
+            except SetUpError as error:
+                if name == "ipc":
+                    raise
+                _log_fallback(str(error))
+        return self._connect_nccl()
+
+    def _connect_ipc(self, offers: list[MemoryOffer]) -> Transport:
+        mapped = ExitStack()
+        # Memory that others have mapped must not be freed; callbacks run in reverse order.
+        mapped.callback(self._wait_for_others)
+        try:
+            transport = self._on_all(
+                lambda: IpcTransport(self.device, self.group.rank, offers, mapped)
+            )
+        except SetUpError:
+            mapped.close()
+            raise
+        self._resources.push(mapped)
+        return transport
+
+    def _connect_nccl(self) -> Transport:
+        transport = self._on_all(
+            lambda: NcclTransport(
+                self.group, self.device, self._memory.address, self.layout, self._resources
+            )
+        )
+        name = self._on_all(lambda: transport.unique_id() if self.group.rank == 0 else b"")
+        name = self.group.all_gather(name)[0]
+        self._on_all(lambda: transport.connect(name, self._resources))
+        return transport
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be made."""
+        return self._memory.address != 0
+
+    def close(self) -> None:
+        """Give everything back; collective unless a wait has timed out."""
+        if not self.is_open:
+            return
+        with device_guard(self.device):
+            import_cupy().cuda.runtime.deviceSynchronize()
+        self._wait_for_others()  # all have read what this rank sent
+        self._resources.close()
+
+    def _wait_for_others(self) -> None:
+        if not self._has_failed():
+            self.group.barrier()
+
+    def __enter__(self) -> FinalizeWorkspace:
+        """Return the workspace."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _has_failed(self) -> bool:
+        return self._report is not None and bool(self._report.words[0])
+
+    def check(self) -> None:
+        """Raise if a launch that has run gave up waiting; does not wait for launches.
+
+        Raises
+        ------
+        PeerTimeoutError
+        """
+        if self._has_failed():
+            assert self._report is not None
+            _, peer, call, num_tokens = (int(word) for word in self._report.words[:4])
+            raise PeerTimeoutError(
+                OPERATION, self.group.rank, peer, call, num_tokens, self.timeout_s
+            )
+
+    def run(self, arrays: FinalizeArrays, options: NormOptions, stream: int) -> None:
+        """Enqueue one call on a stream.
+
+        Raises
+        ------
+        PeerTimeoutError
+            An earlier call gave up.
+        RuntimeError
+            The stream is captured into a graph that has a call on another stream, or the driver
+            refuses a launch.
+        """
+        self.check()
+        self._num_calls += 1
+        total = arrays.num_tokens
+        scheme = choose_scheme(total, self.group.size, self.layout.limits)
+        call = Call(arrays, options, stream, scheme, self._num_calls, self.timeout_s)
+        step = total if self.group.size == 1 else self.layout.token_capacity
+        with device_guard(self.device):
+            is_captured = self._order.before(stream)
+            for first in range(0, total, step):
+                self._run_tokens(call, first, min(step, total - first))
+            if not is_captured:
+                self._order.after(stream)
+
+    def _run_tokens(self, call: Call, first: int, count: int) -> None:
+        for step in self.transport.steps(call.scheme, count):
+            enqueue((self._launcher.bind(call, first, count, step),))
+            if step.copy is not None:
+                step.copy(call.stream)
+
+
+@cache
+def _log_fallback(reason: str) -> None:
+    """Say once why messages are used."""
+    _logger.warning("%s: using NCCL. %s", OPERATION, reason)

@@ -1,0 +1,23 @@
+#pragma once
+
+#include "common/types.cuh"
+
+namespace cupy_moe::ptx {
+
+inline void barrier_cluster_arrive() {}
+inline void barrier_cluster_wait() { emulator::cluster->barrier.arrive_and_wait(); }
+inline i32 cluster_nctarank() { return static_cast<i32>(emulator::cluster->blocks.size()); }
+inline i32 cluster_ctarank() { return emulator::rank_in_cluster; }
+
+// A block and an offset into its shared memory.
+inline u32 mapa_shared_cluster(const void* own, u32 rank) {
+  const auto offset = static_cast<const char*>(own) - emulator::block->shared.data();
+  return static_cast<u32>(offset) | rank << 26;
+}
+
+inline void st_shared_cluster(u32 address, float value) {
+  char* shared = emulator::cluster->blocks[address >> 26]->shared.data();
+  std::memcpy(shared + (address & ((1u << 26) - 1)), &value, sizeof value);
+}
+
+}  // namespace cupy_moe::ptx

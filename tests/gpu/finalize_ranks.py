@@ -1,0 +1,154 @@
+"""Ranks of the finalize on GPUs: threads that share one, or processes with one each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_moe.comm.groups import Group
+from cupy_moe.comm.layout import SchemeLimits
+from cupy_moe.comm.rules import check_arrays
+from cupy_moe.comm.workspace import FinalizeWorkspace
+from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
+from cupy_moe.testing.inputs import to_library
+from tests.finalize_cases import BF16, NAN, FinalizeCase
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LIMITS = {
+    FinalizeScheme.EveryRank: SchemeLimits(99, 0),
+    FinalizeScheme.ExpertOwner: SchemeLimits(0, 99),
+    FinalizeScheme.TokenOwner: SchemeLimits(0, 0),
+}
+
+
+class GpuRank:
+    """A workspace and the calls of one rank, on a stream of its own."""
+
+    def __init__(
+        self, group: Group, case: FinalizeCase, device: int = 0, stream: int = 0, **options: Any
+    ) -> None:
+        import cupy
+
+        self._cupy, self.group, self.device = cupy, group, device
+        sizes = {"hidden_size": case.hidden_size, "top_k": case.top_k, "max_tokens": 64}
+        with cupy.cuda.Device(device):
+            self.own_stream = cupy.cuda.Stream(non_blocking=True)
+            self.stream = stream or self.own_stream.ptr
+            self.workspace = FinalizeWorkspace(
+                group, device, **{**sizes, "timeout_s": 2.0, **options}
+            )
+
+    def upload(self, case: FinalizeCase) -> tuple[Any, ...]:
+        """Arguments of this rank on its device."""
+        with self._cupy.cuda.Device(self.device):
+            arrays = tuple(to_library(a, "cupy") for a in case.arguments(self.group.rank))
+            self._cupy.cuda.Device().synchronize()
+        return arrays
+
+    def output(self, case: FinalizeCase) -> Any:
+        """NaN to write over."""
+        with self._cupy.cuda.Device(self.device):
+            out = self._cupy.full((case.num_tokens, case.hidden_size), NAN, np.uint16)
+            self._cupy.cuda.Device().synchronize()
+        return out.view(BF16)
+
+    def enqueue(
+        self, case: FinalizeCase, arrays: tuple[Any, ...], out: Any, stream: int = 0
+    ) -> None:
+        """Enqueue one call."""
+        checked = check_arrays(
+            *arrays,
+            out,
+            device=self.device,
+            hidden_size=case.hidden_size,
+            top_k=case.top_k,
+        )
+        self.workspace.run(checked, case.options, stream or self.stream)
+
+    def synchronize(self) -> None:
+        """Wait for the device, then raise what its launches reported."""
+        with self._cupy.cuda.Device(self.device):
+            self._cupy.cuda.Device().synchronize()
+        self.workspace.check()
+
+    def run(self, case: FinalizeCase, num_calls: int = 1) -> list[np.ndarray]:
+        """Outputs of calls back to back, on the host."""
+        arrays = self.upload(case)
+        outputs = [self.output(case) for _ in range(num_calls)]
+        self.group.barrier()  # ranks on one GPU: no copy may wait for a launch that waits for it
+        for out in outputs:
+            self.enqueue(case, arrays, out)
+        self.synchronize()
+        return [to_bits(out) for out in outputs]
+
+
+def to_bits(out: Any) -> np.ndarray:
+    """Host copy of BF16 bits."""
+    return np.asarray(out.view(np.uint16).get())
+
+
+@contextmanager
+def green_streams(num_ranks: int) -> Iterator[list[int]]:
+    """Streams of disjoint parts of the GPU."""
+    from cupy_moe.runtime.devices import sm_count
+    from cupy_moe.runtime.streams import GreenPartitions, stream_handle
+
+    each = (sm_count(0) - 4) // num_ranks // 8 * 8
+    with GreenPartitions(0, (each,) * num_ranks) as partitions:
+        yield [stream_handle(stream) for stream in partitions.streams]
+
+
+def need_gpus(count: int) -> None:
+    """Skip where there are fewer."""
+    import cupy
+
+    found = cupy.cuda.runtime.getDeviceCount()
+    if found < count:
+        pytest.skip(f"needs {count} GPUs, found {found}")
+
+
+def run_processes(
+    scenarios: str, folder: Path, size: int = 2, timeout_s: float = 15.0, **env: str
+) -> list[str]:
+    """Run scenarios of ``tests.gpu.finalize_process`` on ``size`` processes; what each printed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    command = [sys.executable, "-m", "tests.gpu.finalize_process", scenarios]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(size), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    end = time.monotonic() + timeout_s
+    outputs = []
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for hanging in processes:
+                hanging.kill()
+    for process in processes:
+        assert process.stdout is not None
+        outputs.append(process.stdout.read())
+    return outputs
+
+
+def assert_done(outputs: list[str], scenario: str) -> None:
+    """Every rank must have come to the end of the scenario."""
+    for rank, output in enumerate(outputs):
+        assert f"DONE {scenario}\n" in output, f"rank {rank}:\n{output[-4000:]}"

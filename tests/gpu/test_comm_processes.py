@@ -1,0 +1,51 @@
+"""The finalize between processes with a GPU each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.finalize_ranks import assert_done, need_gpus, run_processes
+
+pytestmark = pytest.mark.gpu
+
+# One after another in the same two processes: starting them takes longer than the calls.
+SESSION = (
+    "golden",
+    "tricky",
+    "random_calls",
+    "two_groups",
+    "no_memory",
+    "layer",
+    "allocators",
+    "raises_first",
+    "nccl",
+)
+
+
+@pytest.fixture(autouse=True)
+def _two_gpus() -> None:
+    need_gpus(2)
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the ranks of the session printed."""
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    folder = tmp_path_factory.mktemp("store")
+    return run_processes(",".join(SESSION), folder, timeout_s=40.0, **setting)
+
+
+@pytest.mark.parametrize("scenario", SESSION)
+def test_two_processes(scenario: str, session: list[str]) -> None:
+    assert_done(session, scenario)
+    skipped = [line for line in session[0].splitlines() if line.startswith(f"SKIPPED {scenario}")]
+    if skipped:
+        pytest.skip(skipped[0])
+
+
+def test_a_killed_process(tmp_path: Path) -> None:
+    alive, killed = run_processes("killed", tmp_path)
+    assert_done([alive], "killed")
+    assert "DONE" not in killed

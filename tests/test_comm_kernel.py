@@ -1,0 +1,252 @@
+"""The finalize kernel on emulated ranks: every scheme, both transports, peers that do not come."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_moe.comm.errors import PeerTimeoutError
+from cupy_moe.comm.groups import Group
+from cupy_moe.comm.layout import SchemeLimits, choose_scheme
+from cupy_moe.comm.rules import check_arrays
+from cupy_moe.comm.workspace import FinalizeWorkspace
+from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
+from tests import emulated_ranks
+from tests.emulated_ranks import emulate, run_ranks
+from tests.finalize_cases import (
+    BF16,
+    NAN,
+    FinalizeCase,
+    assert_all_equal,
+    golden_case,
+    make_case,
+    tricky_case,
+)
+
+pytestmark = pytest.mark.skipif(emulated_ranks.COMPILER is None, reason="no C++ compiler")
+
+LIMITS = {
+    FinalizeScheme.EveryRank: SchemeLimits(99, 0),
+    FinalizeScheme.ExpertOwner: SchemeLimits(0, 99),
+    FinalizeScheme.TokenOwner: SchemeLimits(0, 0),
+}
+SCHEMES = pytest.mark.parametrize("scheme", FinalizeScheme, ids=lambda scheme: scheme.name)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulator")
+
+
+@pytest.fixture(autouse=True)
+def _emulator(monkeypatch: pytest.MonkeyPatch, built: Path) -> None:
+    emulate(monkeypatch, built)
+
+
+def open_workspace(group: Group, case: FinalizeCase, **options: object) -> FinalizeWorkspace:
+    sizes = {"hidden_size": case.hidden_size, "top_k": case.top_k, "max_tokens": 64}
+    return FinalizeWorkspace(group, -1, **{**sizes, "timeout_s": 60.0, **options})
+
+
+def call(workspace: FinalizeWorkspace, case: FinalizeCase) -> np.ndarray:
+    out = np.full((case.num_tokens, case.hidden_size), NAN, np.uint16)
+    arrays = check_arrays(
+        *case.arguments(workspace.group.rank),
+        out.view(BF16),
+        device=-1,
+        hidden_size=case.hidden_size,
+        top_k=case.top_k,
+    )
+    workspace.run(arrays, case.options, 0)
+    workspace.check()
+    return out
+
+
+def run_case(case: FinalizeCase, num_calls: int = 4, **options: object) -> np.ndarray:
+    """Output, which must be the same on all ranks and in all calls."""
+
+    def work(group: Group) -> list[np.ndarray]:
+        with open_workspace(group, case, **options) as workspace:
+            return [call(workspace, case) for _ in range(num_calls)]
+
+    outputs = [out for of_rank in run_ranks(case.num_ranks, work) for out in of_rank]
+    assert_all_equal(outputs)
+    return outputs[0]
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@SCHEMES
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_tokens", "hidden_size", "top_k"),
+    [(2, 1, 264, 8), (2, 5, 520, 3), (4, 6, 256, 6), (8, 3, 256, 1), (2, 3, 256, 32)],
+)
+def test_every_scheme_and_transport(
+    scheme: FinalizeScheme,
+    transport: str,
+    num_ranks: int,
+    num_tokens: int,
+    hidden_size: int,
+    top_k: int,
+) -> None:
+    case = make_case(num_ranks, num_tokens, hidden_size=hidden_size, top_k=top_k)
+    case.check(run_case(case, limits=LIMITS[scheme], transport=transport))
+
+
+@SCHEMES
+def test_transports_give_the_same_bits(scheme: FinalizeScheme) -> None:
+    case = make_case(4, 5, seed=3, before=True, weights=ml_dtypes.bfloat16)
+    outputs = [run_case(case, 2, limits=LIMITS[scheme], transport=t) for t in ("ipc", "nccl")]
+    assert_all_equal(outputs)
+
+
+@pytest.mark.parametrize("name", ["c0", "c1", "c2", "c3"])
+def test_golden_vectors_on_one_and_two_ranks(name: str) -> None:
+    for num_ranks in (1, 2):
+        case = golden_case(num_ranks, name)
+        case.check(run_case(case, 1))
+
+
+def test_owners_of_tokens_and_every_rank_add_alike() -> None:
+    case = make_case(4, 5)
+    pair = (FinalizeScheme.EveryRank, FinalizeScheme.TokenOwner)
+    assert_all_equal([run_case(case, 1, limits=LIMITS[scheme]) for scheme in pair])
+
+
+def test_more_tokens_than_a_launch_has() -> None:
+    case = make_case(2, 21, hidden_size=64, top_k=2)
+    case.check(run_case(case, 3, max_tokens=8))
+
+
+def test_more_tokens_than_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy_moe.comm import launches
+
+    monkeypatch.setattr(launches, "resident_clusters", lambda *shape: 3)
+    for num_ranks in (2, 4):
+        case = make_case(num_ranks, 17, hidden_size=64, top_k=3)
+        case.check(run_case(case, 4))
+
+
+def test_a_token_does_not_depend_on_its_neighbours() -> None:
+    case = make_case(2, 6, hidden_size=1024)
+    whole = run_case(case, 1, limits=LIMITS[FinalizeScheme.TokenOwner])
+    alone = FinalizeCase(
+        case.gemm2,
+        [index[:1] for index in case.index],
+        case.weights[:1],
+        case.norm_weight,
+        case.options,
+    )
+    first = run_case(alone, 1, limits=LIMITS[FinalizeScheme.TokenOwner])
+    np.testing.assert_array_equal(first[0], whole[0])  # other cluster sizes, the same bits
+
+
+# --- words that look like the sentinel ------------------------------------------------------------
+
+
+@SCHEMES
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_words_around_the_sentinel(scheme: FinalizeScheme, num_ranks: int) -> None:
+    cases = [tricky_case(num_ranks, shift) for shift in range(7)]
+
+    def work(group: Group) -> list[np.ndarray]:
+        with open_workspace(group, cases[0], limits=LIMITS[scheme]) as workspace:
+            return [call(workspace, case) for case in cases]
+
+    for outputs in run_ranks(num_ranks, work):
+        for case, out in zip(cases, outputs, strict=True):
+            case.check(out)
+
+
+@SCHEMES
+@pytest.mark.parametrize("word", [0x0000, 0x8000])
+def test_rows_of_nothing_but_zeros(scheme: FinalizeScheme, word: int) -> None:
+    case = make_case(2, 2)
+    for rows in case.gemm2:
+        rows[:] = word
+    case.weights = -case.weights
+    assert not run_case(case, 4, limits=LIMITS[scheme]).any()
+
+
+@SCHEMES
+def test_no_slot_is_valid(scheme: FinalizeScheme) -> None:
+    case = make_case(2, 3)
+    for index in case.index:
+        index[:] = -1
+    assert not run_case(case, 4, limits=LIMITS[scheme]).any()
+
+
+# --- sequences ------------------------------------------------------------------------------------
+
+
+def test_random_sequence_across_every_switch() -> None:
+    limits = SchemeLimits(2, 5)
+    rng = random.Random(1)
+    sizes = [rng.choice([1, 2, 3, 5, 6, 7, 9, 17]) for _ in range(40)]
+    assert {choose_scheme(t, 2, limits) for t in sizes} == set(FinalizeScheme)
+    cases = {t: make_case(2, t, hidden_size=64, top_k=2, seed=t) for t in set(sizes)}
+
+    def work(group: Group) -> list[np.ndarray]:
+        delay = random.Random(group.rank)
+        with open_workspace(group, cases[sizes[0]], limits=limits, max_tokens=8) as workspace:
+            outputs = []
+            for num_tokens in sizes:
+                time.sleep(delay.choice([0, 0, 0.01]))
+                outputs.append(call(workspace, cases[num_tokens]))
+            return outputs
+
+    for outputs in run_ranks(2, work):
+        for num_tokens, out in zip(sizes, outputs, strict=True):
+            cases[num_tokens].check(out)
+
+
+# --- peers that do not come -----------------------------------------------------------------------
+
+
+@SCHEMES
+def test_a_peer_that_does_not_come(scheme: FinalizeScheme) -> None:
+    case = make_case(2, 3, hidden_size=64)
+
+    def work(group: Group) -> None:
+        workspace = open_workspace(group, case, limits=LIMITS[scheme], timeout_s=0.3)
+        case.check(call(workspace, case))
+        group.barrier()
+        if group.rank == 0:
+            with pytest.raises(PeerTimeoutError, match=r"0\.3 s for rank 1 in call 2"):
+                call(workspace, case)
+            with pytest.raises(PeerTimeoutError) as caught:
+                workspace.check()
+            assert (caught.value.peer, caught.value.num_tokens) == (1, 3)
+            workspace.close()  # alone: nobody is waited for
+        group.barrier()
+
+    run_ranks(2, work)
+
+
+@SCHEMES
+def test_what_was_given_up_is_nan(scheme: FinalizeScheme) -> None:
+    case = make_case(2, 3, hidden_size=520)
+
+    def work(group: Group) -> None:
+        workspace = open_workspace(group, case, limits=LIMITS[scheme], timeout_s=0.2)
+        if group.rank == 0:
+            for _ in range(2):  # the second one does not wait again
+                out = np.full((3, 520), 0, np.uint16)
+                arrays = check_arrays(
+                    *case.arguments(0), out.view(BF16), device=-1, hidden_size=520, top_k=8
+                )
+                workspace._report.words[0] = 0
+                start = time.monotonic()
+                workspace.run(arrays, case.options, 0)
+                assert time.monotonic() - start < 20
+                assert np.isnan(out.view(BF16).astype(np.float32)).all()
+        group.barrier()
+
+    run_ranks(2, work)

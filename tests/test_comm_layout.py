@@ -1,0 +1,119 @@
+"""Scheme choice, receive buffers and cluster shapes of the tensor-parallel finalize; pure sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cupy_moe.comm.layout import (
+    GENERATIONS,
+    SchemeLimits,
+    WorkspaceLayout,
+    choose_scheme,
+    default_limits,
+)
+from cupy_moe.kernels.finalize_rmsnorm import (
+    MAX_HIDDEN_SIZE,
+    MAX_THREADS,
+    MAX_TOP_K,
+    MAX_WARPS,
+    RANKS,
+    STATIC_SMEM,
+    FinalizeScheme,
+    choose_shape,
+    possible_shapes,
+)
+
+SMEM = 232448
+SEVERAL = [n for n in RANKS if n > 1]
+LAYOUTS = [
+    WorkspaceLayout(ranks, hidden, top_k, tokens, SchemeLimits(3, 9))
+    for ranks, (hidden, top_k), tokens in itertools.product(
+        SEVERAL, [(4096, 8), (8, 1), (2880, 6), (16384, 32)], [1, 100, 1024]
+    )
+]
+
+
+@pytest.mark.parametrize("num_ranks", SEVERAL)
+def test_scheme_depends_on_tokens_and_ranks_only(num_ranks: int) -> None:
+    limits = SchemeLimits(2, 5)
+    chosen = [choose_scheme(t, num_ranks, limits) for t in range(1, 8)]
+    assert chosen == [
+        *[FinalizeScheme.EveryRank] * 2,
+        *[FinalizeScheme.ExpertOwner] * 3,
+        *[FinalizeScheme.TokenOwner] * 2,
+    ]
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert choose_scheme(10**6, 1, default_limits(1)) is FinalizeScheme.EveryRank
+    layout = WorkspaceLayout(1, 4096, 8, 1024, default_limits(1))
+    assert layout.num_bytes <= 1024
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_buffers_do_not_overlap_and_are_filled_once(layout: WorkspaceLayout) -> None:
+    end = 0
+    for offset, count, _ in sorted(layout.fills()):
+        assert offset == end
+        end = offset + 4 * count
+    assert end == layout.num_bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_address_of_the_kernel_lies_in_its_buffer(layout: WorkspaceLayout) -> None:
+    peers = layout.num_ranks - 1
+    for scheme, b in layout.buffers().items():
+        senders = layout.num_ranks if scheme is FinalizeScheme.ExpertOwner else peers
+        last_rows = ((GENERATIONS - 1) * peers + peers - 1) * b.rows_slots + b.rows_slots - 1
+        assert b.rows_offset + (last_rows + 1) * b.row_group_bytes <= b.results_offset
+        last_result = (
+            ((GENERATIONS - 1) * senders + senders - 1) * b.results_slots + b.results_slots - 1
+        )
+        end = b.results_offset + (last_result + 1) * b.result_bytes
+        assert not b.results_slots or end <= b.generations_offset
+        assert b.generations_offset + 4 * MAX_WARPS * b.capacity <= b.end
+        assert b.rows_offset % 256 == b.results_offset % 256 == b.generations_offset % 256 == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_launch_has_whole_rounds_of_owners(layout: WorkspaceLayout) -> None:
+    assert layout.token_capacity % layout.num_ranks == 0
+    assert layout.token_capacity >= layout.max_tokens
+
+
+def test_sizes_beyond_two_gibibytes() -> None:
+    layout = WorkspaceLayout(2, 16384, 32, 4096, default_limits(2))
+    assert layout.num_bytes > 2**32
+    assert layout.buffers()[FinalizeScheme.TokenOwner].results_offset > 2**32
+
+
+def test_memory_of_the_default_sizes() -> None:
+    for num_ranks in SEVERAL:
+        layout = WorkspaceLayout(num_ranks, 4096, 8, 1024, default_limits(num_ranks))
+        assert layout.num_bytes < 300 * 2**20
+
+
+@pytest.mark.parametrize("hidden_size", [8, 256, 264, 2880, 4096, 7168, 16384])
+@pytest.mark.parametrize("top_k", [1, 8, 32])
+def test_shapes_hold_a_row(hidden_size: int, top_k: int) -> None:
+    shapes = possible_shapes(hidden_size, top_k, SMEM, True)
+    assert shapes
+    for num_blocks, shape in shapes.items():
+        assert num_blocks * shape.num_threads * 8 >= hidden_size
+        assert num_blocks * shape.num_threads // 32 <= MAX_WARPS
+        assert shape.num_threads <= MAX_THREADS
+        assert shape.smem + STATIC_SMEM <= SMEM
+
+
+def test_largest_row_needs_clusters() -> None:
+    assert min(possible_shapes(MAX_HIDDEN_SIZE, MAX_TOP_K, SMEM, True)) == 8
+    assert not possible_shapes(MAX_HIDDEN_SIZE, MAX_TOP_K, SMEM, False)
+    assert list(possible_shapes(4096, 8, 100 * 1024, False)) == [1]
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 8), (16, 8), (17, 4), (64, 2), (133, 1)])
+def test_tokens_are_spread_over_the_multiprocessors(tokens: int, blocks: int) -> None:
+    shapes = possible_shapes(4096, 8, SMEM, True)
+    assert choose_shape(shapes, tokens, 132).num_blocks == blocks
