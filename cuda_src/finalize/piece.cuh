@@ -1,4 +1,4 @@
-// What a rank has of a token and gives away, 256 columns a warp.
+// What a rank has of a token and gives away, 256 columns a warp; and where it receives as much.
 #pragma once
 
 #include "common/types.cuh"
@@ -102,6 +102,17 @@ struct Piece {
       for (i32 i = 0; i < kCount; ++i) {
         if (first + i < count)
           ptx::st_relaxed_sys_v4(to + row_bytes(i), lamport::scrubbed<kRowSentinel>(rows[i]));
+      }
+    }
+  }
+
+  __device__ void rearm_rows(i32 count, i32 token, i32 copy) const {
+#pragma unroll 1
+    for (i32 peer = 0; peer < kNumPeers; ++peer) {
+      u8* const at = own(rows_at(p, copy, peer, token));
+#pragma unroll 4
+      for (i32 i = 0; i < count; ++i) {
+        *reinterpret_cast<uint4*>(at + row_bytes(i)) = lamport::armed<kRowSentinel>();
       }
     }
   }
