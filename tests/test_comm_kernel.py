@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -10,14 +12,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cupy_moe.comm import workspace as workspace_module
 from cupy_moe.comm.errors import PeerTimeoutError
-from cupy_moe.comm.groups import Group
+from cupy_moe.comm.groups import FileStore, Group, StoreGroup
 from cupy_moe.comm.layout import SchemeLimits, choose_scheme
-from cupy_moe.comm.rules import check_arrays
+from cupy_moe.comm.rules import NormOptions, check_arrays
 from cupy_moe.comm.workspace import FinalizeWorkspace
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
 from tests import emulated_ranks
-from tests.emulated_ranks import emulate, run_ranks
+from tests.emulated_ranks import early_successors, emulate, run_ranks
 from tests.finalize_cases import (
     BF16,
     NAN,
@@ -35,6 +38,7 @@ LIMITS = {
     FinalizeScheme.ExpertOwner: SchemeLimits(0, 99),
     FinalizeScheme.TokenOwner: SchemeLimits(0, 0),
 }
+PEER_SCHEMES = [s for s in FinalizeScheme if s is not FinalizeScheme.EveryRank]
 SCHEMES = pytest.mark.parametrize("scheme", FinalizeScheme, ids=lambda scheme: scheme.name)
 
 
@@ -50,7 +54,7 @@ def _emulator(monkeypatch: pytest.MonkeyPatch, built: Path) -> None:
 
 def open_workspace(group: Group, case: FinalizeCase, **options: object) -> FinalizeWorkspace:
     sizes = {"hidden_size": case.hidden_size, "top_k": case.top_k, "max_tokens": 64}
-    return FinalizeWorkspace(group, -1, **{**sizes, "timeout_s": 60.0, **options})
+    return FinalizeWorkspace(group, **{"device": -1, **sizes, "timeout_s": 60.0, **options})
 
 
 def call(workspace: FinalizeWorkspace, case: FinalizeCase) -> np.ndarray:
@@ -183,6 +187,29 @@ def test_no_slot_is_valid(scheme: FinalizeScheme) -> None:
     assert not run_case(case, 4, limits=LIMITS[scheme]).any()
 
 
+@SCHEMES
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_negative_gain_makes_no_negative_zeros(scheme: FinalizeScheme, num_ranks: int) -> None:
+    case = make_case(num_ranks, 3)
+    case.norm_weight = case.norm_weight | 0x8000
+    case.options = NormOptions(1e-6, 0.0, False)
+    for index in case.index:
+        index[:] = -1
+    assert not run_case(case, 2, limits=LIMITS[scheme]).any()
+
+
+@SCHEMES
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_sums_that_underflow_are_the_same_on_all_ranks(
+    scheme: FinalizeScheme, num_ranks: int
+) -> None:
+    case = make_case(num_ranks, 5)
+    case.weights[:] = 1e-38
+    case.norm_weight[:] = 0x8001  # -2^-133: products round to -0.0
+    case.options = NormOptions(1e-6, 0.0, False)
+    run_case(case, 2, limits=LIMITS[scheme])
+
+
 # --- sequences ------------------------------------------------------------------------------------
 
 
@@ -207,6 +234,41 @@ def test_random_sequence_across_every_switch() -> None:
             cases[num_tokens].check(out)
 
 
+@SCHEMES
+def test_counters_do_not_overflow(scheme: FinalizeScheme) -> None:
+    case = make_case(2, 3, hidden_size=256, top_k=4)
+
+    def work(group: Group) -> int:
+        with open_workspace(group, case, limits=LIMITS[scheme], timeout_s=5.0) as workspace:
+            b = workspace.layout.buffers()[scheme]
+            memory = workspace._memory.bytes[b.generations_offset : b.end].view(np.int32)
+            memory[:] = 2**31 - 5 - (2**31 - 5) % 3  # the next copy is that of a new workspace
+            workspace._num_calls = 2**31 - 3
+            group.barrier()
+            for _ in range(9):
+                case.check(call(workspace, case))
+            return int(memory.reshape(-1, 64)[:3, 0].max())
+
+    assert max(run_ranks(2, work)) < 3
+
+
+# --- several ranks on a device --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_successors_start_early_on_a_device_of_one_rank_only(is_shared: bool, built: Path) -> None:
+    case = make_case(2, 1, hidden_size=64)
+    early_successors(FinalizeScheme.EveryRank, 2, built)
+
+    def work(group: Group) -> None:
+        device = 0 if is_shared else group.rank
+        with open_workspace(group, case, device=device) as workspace:
+            call(workspace, case)
+
+    run_ranks(2, work)
+    assert bool(early_successors(FinalizeScheme.EveryRank, 2, built)) is not is_shared
+
+
 # --- peers that do not come -----------------------------------------------------------------------
 
 
@@ -224,8 +286,94 @@ def test_a_peer_that_does_not_come(scheme: FinalizeScheme) -> None:
             with pytest.raises(PeerTimeoutError) as caught:
                 workspace.check()
             assert (caught.value.peer, caught.value.num_tokens) == (1, 3)
-            workspace.close()  # alone: nobody is waited for
+        workspace.close()
+        assert workspace._memory.address == 0
+        with pytest.raises(RuntimeError, match="closed"):
+            call(workspace, case)
+        with open_workspace(group, case, limits=LIMITS[scheme]) as another:
+            case.check(call(another, case))
+
+    run_ranks(2, work)
+
+
+def test_close_and_open_again_after_one_rank_was_late(tmp_path: Path) -> None:
+    case, store = make_case(2, 3, hidden_size=64), FileStore(tmp_path, timeout_s=30.0)
+
+    def work(thread: Group) -> None:
+        group = StoreGroup(thread.rank, 2, store)
+        workspace = open_workspace(group, case, timeout_s=0.3)
+        case.check(call(workspace, case))
+        thread.barrier()
+        if group.rank == 1:
+            with pytest.raises(PeerTimeoutError):
+                call(workspace, case)
+        thread.barrier()
+        if group.rank == 0:  # all rows of the other rank are there
+            case.check(call(workspace, case))
+        workspace.close()
+        with open_workspace(group, case) as another:
+            case.check(call(another, case))
+
+    run_ranks(2, work)
+
+
+def test_a_rank_that_does_not_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Its peer gives up waiting and leaves the memory that it could still write into."""
+    monkeypatch.setattr(workspace_module, "GRACE_S", 0.2)
+    case, store = make_case(2, 3, hidden_size=64), FileStore(tmp_path, timeout_s=30.0)
+
+    def work(thread: Group) -> bool:
+        workspace = open_workspace(StoreGroup(thread.rank, 2, store), case, timeout_s=0.2)
+        if thread.rank == 0:
+            workspace.close()
+        thread.barrier()
+        if thread.rank == 1:
+            with contextlib.suppress(PeerTimeoutError):
+                call(workspace, case)
+            start = time.monotonic()
+            workspace.close()  # late, but it finds that the other rank has come
+            assert time.monotonic() - start < 10
+        return workspace._memory.address != 0
+
+    assert run_ranks(2, work) == [True, False]
+    assert "closing without all ranks" in caplog.text
+    assert "stay allocated" in caplog.text
+
+
+@pytest.mark.parametrize("scheme", PEER_SCHEMES, ids=lambda scheme: scheme.name)
+def test_a_late_rank_hears_that_the_other_has_given_up(scheme: FinalizeScheme) -> None:
+    case = make_case(2, 4, hidden_size=520)
+
+    def work(group: Group) -> None:
+        workspace = open_workspace(group, case, limits=LIMITS[scheme], timeout_s=0.3)
+        case.check(call(workspace, case))
+        for rank in (1, 0):  # one after the other
+            group.barrier()
+            if rank == group.rank:
+                with pytest.raises(PeerTimeoutError):
+                    call(workspace, case)
+        workspace.close()
+
+    run_ranks(2, work)
+
+
+def test_one_thread_that_gives_up_ends_the_waits_of_all() -> None:
+    """The patience of a thread ends while the others' clocks would still run."""
+    case = make_case(2, 3, hidden_size=520)
+
+    def work(group: Group) -> None:
+        workspace = open_workspace(group, case, timeout_s=600.0)
         group.barrier()
+        if group.rank == 0:
+            failed = workspace._memory.bytes[workspace.layout.failed_offset :].view(np.int32)
+            timer = threading.Timer(0.5, lambda: failed.__setitem__(0, 1))
+            timer.start()
+            out = call(workspace, case)
+            assert np.isnan(out.view(BF16).astype(np.float32)).all()
+        group.barrier()
+        workspace.close()
 
     run_ranks(2, work)
 
@@ -247,6 +395,6 @@ def test_what_was_given_up_is_nan(scheme: FinalizeScheme) -> None:
                 workspace.run(arrays, case.options, 0)
                 assert time.monotonic() - start < 20
                 assert np.isnan(out.view(BF16).astype(np.float32)).all()
-        group.barrier()
+        workspace.close()
 
     run_ranks(2, work)
