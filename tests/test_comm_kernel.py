@@ -193,9 +193,13 @@ def test_a_negative_gain_makes_no_negative_zeros(scheme: FinalizeScheme, num_ran
     case = make_case(num_ranks, 3)
     case.norm_weight = case.norm_weight | 0x8000
     case.options = NormOptions(1e-6, 0.0, False)
-    for index in case.index:
-        index[:] = -1
-    assert not run_case(case, 2, limits=LIMITS[scheme]).any()
+    for rows, index in zip(case.gemm2, case.index, strict=True):
+        rows[:, ::2] = 0  # beside columns that are not
+        index[0] = -1
+    out = run_case(case, 2, limits=LIMITS[scheme])
+    case.check(out)
+    assert not out[0].any()
+    assert not out[:, ::2].any()
 
 
 @SCHEMES
@@ -360,18 +364,40 @@ def test_a_late_rank_hears_that_the_other_has_given_up(scheme: FinalizeScheme) -
 
 
 def test_one_thread_that_gives_up_ends_the_waits_of_all() -> None:
-    """The patience of a thread ends while the others' clocks would still run."""
+    """As if the patience of another thread had ended, long before that of those that wait."""
     case = make_case(2, 3, hidden_size=520)
 
     def work(group: Group) -> None:
         workspace = open_workspace(group, case, timeout_s=600.0)
+        case.check(call(workspace, case))
         group.barrier()
         if group.rank == 0:
             failed = workspace._memory.bytes[workspace.layout.failed_offset :].view(np.int32)
-            timer = threading.Timer(0.5, lambda: failed.__setitem__(0, 1))
-            timer.start()
+            threading.Timer(0.5, failed.__setitem__, (0, 1)).start()
             out = call(workspace, case)
             assert np.isnan(out.view(BF16).astype(np.float32)).all()
+        group.barrier()
+        workspace.close()
+
+    run_ranks(2, work, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("scheme", PEER_SCHEMES, ids=lambda scheme: scheme.name)
+def test_a_thread_sends_nothing_if_another_one_gave_up(scheme: FinalizeScheme) -> None:
+    """Half of the columns of the rows arrive, but the norm takes all of them."""
+    case = make_case(2, 1, hidden_size=512, top_k=4)
+
+    def work(group: Group) -> None:
+        workspace = open_workspace(group, case, limits=LIMITS[scheme], timeout_s=0.3)
+        memory, b = workspace._memory.bytes, workspace.layout.buffers()[scheme]
+        if group.rank == 0:
+            rows = memory[b.rows_offset :][: b.row_group_bytes].view(np.uint16).reshape(-1, 512)
+            rows[:, :256] = 0x3F80
+            with pytest.raises(PeerTimeoutError):
+                call(workspace, case)
+        group.barrier()
+        results = memory[b.results_offset : b.generations_offset].view(np.uint32)
+        assert (results == b.results_sentinel).all()
         group.barrier()
         workspace.close()
 
