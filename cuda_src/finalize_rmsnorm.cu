@@ -25,14 +25,10 @@ namespace cupy_moe::finalize {
 // The exchange of a warp with its counterparts on the other ranks.
 struct Exchange : Piece {
   uint4* stash;  // shared, [top_k] reduced rows of this thread, blockDim.x apart
-  lamport::Patience patience;
   RowSums row_sums;
 
   __device__ Exchange(const Params& params, uint4* rows, RowSums::Storage& sums)
-      : Piece(params),
-        stash(rows + threadIdx.x),
-        patience(params.timeout_ns, params.failed, kNumPeers > 0),
-        row_sums(sums) {}
+      : Piece(params), stash(rows + threadIdx.x), row_sums(sums) {}
 
   // Sends what this rank has of a token; returns the generation of its buffers.
   __device__ i32 begin(i32 token) const {
@@ -184,7 +180,6 @@ struct Exchange : Piece {
 
   // --- results ---------------------------------------------------------------------------------
 
-  // Who gave up sends no results: whoever needs them gives up as well and says so.
   __device__ void send_partial(const float (&total)[kColumns], i32 token, i32 copy) const {
     if (patience.gave_up()) return;
     const i64 offset = result_at(p, copy, p.rank, token) + column * sizeof(u16);  // FP32: twice

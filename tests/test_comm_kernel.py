@@ -12,12 +12,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cupy_moe.comm import (
+    FileStore,
+    FinalizeWorkspace,
+    Group,
+    NormOptions,
+    PeerTimeoutError,
+    StoreGroup,
+    check_arrays,
+)
 from cupy_moe.comm import workspace as workspace_module
-from cupy_moe.comm.errors import PeerTimeoutError
-from cupy_moe.comm.groups import FileStore, Group, StoreGroup
 from cupy_moe.comm.layout import SchemeLimits, choose_scheme
-from cupy_moe.comm.rules import NormOptions, check_arrays
-from cupy_moe.comm.workspace import FinalizeWorkspace
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
 from tests import emulated_ranks
 from tests.emulated_ranks import early_successors, emulate, run_ranks
@@ -380,6 +385,33 @@ def test_one_thread_that_gives_up_ends_the_waits_of_all() -> None:
         workspace.close()
 
     run_ranks(2, work, timeout_s=60.0)
+
+
+@SCHEMES
+def test_a_rank_that_has_given_up_sends_nothing_more(scheme: FinalizeScheme) -> None:
+    """Replays of graphs are not stopped by the host."""
+    case, late, others = (make_case(2, 3, hidden_size=64, seed=seed) for seed in range(3))
+
+    def work(group: Group) -> None:
+        workspace = open_workspace(group, case, limits=LIMITS[scheme], timeout_s=0.3)
+        case.check(call(workspace, case))
+        group.barrier()
+        if group.rank == 0:
+            with pytest.raises(PeerTimeoutError):
+                call(workspace, late)
+            workspace._report.words[0] = 0
+            for _ in range(3):
+                out = call(workspace, others)
+                assert np.isnan(out.view(BF16).astype(np.float32)).all()
+        group.barrier()
+        if group.rank == 1:
+            with contextlib.suppress(PeerTimeoutError):
+                late.check(call(workspace, late))
+            with pytest.raises(PeerTimeoutError):
+                call(workspace, others)
+        workspace.close()
+
+    run_ranks(2, work)
 
 
 @pytest.mark.parametrize("scheme", PEER_SCHEMES, ids=lambda scheme: scheme.name)
