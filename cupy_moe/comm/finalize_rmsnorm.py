@@ -132,6 +132,10 @@ def init_tp_moe_finalize_rmsnorm(
     Notes
     -----
     Collective, and ends with a barrier. Not to be called from several threads of one rank.
+
+    Launches of ranks on one GPU must be resident at once, so ranks of one group and of one process
+    divide its multiprocessors. Groups of other processes on the same GPU are not known to each
+    other and could wait for each other's room; give them GPUs or green contexts of their own.
     """
     check_backend(_INIT, backend)
     given = {
