@@ -101,7 +101,8 @@ class FinalizeWorkspace:
         self._resources = ExitStack()
         self._report: HostPage | None = None
         self._num_calls = 0
-        self._is_open = self._is_written = False
+        self._is_open = False
+        self._is_written = False  # perhaps, by the others: from the last exchange of the set-up on
         try:
             self._set_up(transport)
         except BaseException:  # whatever it is, memory must not stay behind
