@@ -25,14 +25,10 @@ namespace cupy_moe::finalize {
 // The exchange of a warp with its counterparts on the other ranks.
 struct Exchange : Piece {
   uint4* stash;  // shared, [top_k] reduced rows of this thread, blockDim.x apart
-  lamport::Patience patience;
   RowSums row_sums;
 
   __device__ Exchange(const Params& params, uint4* rows, RowSums::Storage& sums)
-      : Piece(params),
-        stash(rows + threadIdx.x),
-        patience(params.timeout_ns, kNumPeers > 0 ? ptx::ld_relaxed_gpu(params.failed) : 0),
-        row_sums(sums) {}
+      : Piece(params), stash(rows + threadIdx.x), row_sums(sums) {}
 
   // Sends what this rank has of a token; returns the generation of its buffers.
   __device__ i32 begin(i32 token) const {
@@ -58,7 +54,7 @@ struct Exchange : Piece {
     if ((p.phases & kReceive) && is_expected && in_row) receive(token, copies(generation));
     if (kNumPeers == 0 || p.phases != kAllPhases) return;
     __syncwarp();
-    if (lane == 0) *generation_of(p, token, warp) = generation + 1;
+    if (lane == 0) *generation_of(p, token, warp) = (generation + 1) % lamport::kGenerations;
   }
 
   __device__ Copies copies(i32 generation) const {
@@ -102,6 +98,8 @@ struct Exchange : Piece {
     float total[kColumns] = {};
     add_normalized(total, slots, norm_weight, rstd, weight);
     if (!in_row) return;
+    // NaN may come of another thread that gave up on its part of the token.
+    if (kNumPeers > 0 && total[0] != total[0]) patience.look();
     if (kByExpert) {
       send_partial(total, token, copies.used);
     } else {
@@ -177,23 +175,13 @@ struct Exchange : Piece {
     float gain[kColumns];
     widen_gain(gain, norm_weight);
 #pragma unroll
-    for (i32 j = 0; j < kColumns; ++j) total[j] *= gain[j];
-  }
-
-  __device__ void rearm_rows(i32 count, i32 token, i32 copy) const {
-#pragma unroll 1
-    for (i32 peer = 0; peer < kNumPeers; ++peer) {
-      u8* const at = own(rows_at(p, copy, peer, token));
-#pragma unroll 4
-      for (i32 i = 0; i < count; ++i) {
-        *reinterpret_cast<uint4*>(at + row_bytes(i)) = lamport::armed<kRowSentinel>();
-      }
-    }
+    for (i32 j = 0; j < kColumns; ++j) total[j] = fmaf(total[j], gain[j], 0.0f);  // no -0.0
   }
 
   // --- results ---------------------------------------------------------------------------------
 
   __device__ void send_partial(const float (&total)[kColumns], i32 token, i32 copy) const {
+    if (patience.gave_up()) return;
     const i64 offset = result_at(p, copy, p.rank, token) + column * sizeof(u16);  // FP32: twice
 #pragma unroll
     for (i32 i = 0; i < kResultVectors; ++i) {
@@ -210,15 +198,15 @@ struct Exchange : Piece {
   }
 
   __device__ void finish(const uint4& row, i32 token, i32 copy) const {
-    if (kByToken) {
-      const uint4 payload = lamport::scrubbed<kResultSentinel>(row);
+    const uint4 payload = lamport::scrubbed<lamport::kBf16Sentinel>(row);
+    if (kByToken && !patience.gave_up()) {
 #pragma unroll
       for (i32 peer = 0; peer < kNumPeers; ++peer) {
         const i32 sender = peer_number(p.rank, peer_rank(peer, p.rank));
         ptx::st_relaxed_sys_v4(peers(peer, result_at(p, copy, sender, token)), payload);
       }
     }
-    write_output(row, token);
+    write_output(payload, token);  // the bits that the others get
   }
 
   __device__ void write_output(const uint4& row, i32 token) const {
@@ -274,6 +262,17 @@ __device__ void run(const Params& p, uint4* stash, RowSums::Storage& sums) {
   }
 }
 
+// Waits for the grid before. Blocks of the next one may come early, but on a device of several
+// ranks, where they could take the place of blocks that this rank waits for.
+__device__ void enter(const Params& p) {
+  const bool is_clustered = ptx::cluster_nctarank() > 1;
+  // A block must have started before another one writes to its shared memory.
+  if (is_clustered) ptx::barrier_cluster_arrive_relaxed();
+  ptx::griddepcontrol_wait();
+  if (!p.is_shared) ptx::griddepcontrol_launch_dependents();
+  if (is_clustered) ptx::barrier_cluster_wait();
+}
+
 }  // namespace cupy_moe::finalize
 
 namespace cupy_moe {
@@ -282,12 +281,7 @@ extern "C" __global__ void __launch_bounds__(Config::kNumThreads, 1)
     finalize_rmsnorm(const __grid_constant__ Params p) {
   extern __shared__ uint4 stash[];  // [top_k, blockDim.x]
   __shared__ finalize::RowSums::Storage sums;
-  const bool is_clustered = ptx::cluster_nctarank() > 1;
-  // A block must have started before another one writes to its shared memory.
-  if (is_clustered) ptx::barrier_cluster_arrive_relaxed();
-  ptx::griddepcontrol_wait();
-  ptx::griddepcontrol_launch_dependents();
-  if (is_clustered) ptx::barrier_cluster_wait();
+  finalize::enter(p);
   finalize::run(p, stash, sums);
 }
 

@@ -12,6 +12,8 @@ import queue
 import shutil
 import subprocess
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_moe.comm import launches, transport, workspace
+from cupy_moe.comm import launches, residents, transport, workspace
 from cupy_moe.comm.groups import Group, ThreadGroup
 from cupy_moe.kernels.finalize_rmsnorm import PARAMS, FinalizeRmsnormConfig, FinalizeScheme
 from cupy_moe.runtime.jit import KernelSpec, render_unit, source_dir
@@ -59,19 +61,29 @@ def _build(scheme: FinalizeScheme, num_ranks: int, folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(binary))
 
 
+def early_successors(scheme: FinalizeScheme, num_ranks: int, folder: Path) -> int:
+    """Threads that have let the next grid start since the last time."""
+    return int(_library(scheme, num_ranks, folder).num_early_successors())
+
+
 class _Memory:
+    _kept: dict[int, np.ndarray] = {}  # noqa: RUF012 (until it is freed, as on a device)
+
     def __init__(self, device: int, num_bytes: int) -> None:
+        self.device = device
         self.bytes = np.full(num_bytes, 0xAB, np.uint8)
         self.address = self.bytes.ctypes.data
+        self._kept[self.address] = self.bytes
 
     def fill(self, fills: Sequence[tuple[int, int, int]]) -> None:
         for offset, count, word in fills:
             self.bytes[offset : offset + 4 * count].view(np.uint32)[:] = word
 
     def offer(self) -> MemoryOffer:
-        return MemoryOffer("host", "process", 0, "bus", self.address, b"")
+        return MemoryOffer("host", "process", self.device, f"bus{self.device}", self.address, b"")
 
     def free(self) -> None:
+        self._kept.pop(self.address, None)
         self.address = 0
 
 
@@ -145,7 +157,7 @@ class _Messages:
         def recv(self, address: int, size: int, dtype: int, peer: int, stream: int) -> None:
             _Messages._pending.receives.append((address, size, (self.name, peer, self.rank)))
 
-        def destroy(self) -> None:
+        def abort(self) -> None:
             pass
 
 
@@ -175,6 +187,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     for module in (workspace, transport):
         monkeypatch.setattr(module, "DeviceMemory", _Memory)
         monkeypatch.setattr(module, "device_guard", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(residents, "_counts", Counter())
     monkeypatch.setattr(transport, "PeerMapping", _Mapping)
     monkeypatch.setattr(transport, "_import_nccl", lambda: _Messages)
     monkeypatch.setattr(workspace, "HostPage", _Page)
@@ -195,7 +208,10 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def run_ranks(size: int, work: Callable[[Group], Any], timeout_s: float = 120.0) -> list[Any]:
-    """Results of ``work`` on a thread for every rank; raises what a rank has raised."""
+    """Results of ``work`` on a thread for every rank; raises what a rank has raised.
+
+    All ranks together have ``timeout_s``.
+    """
     group = ThreadGroup(size, timeout_s=timeout_s)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
@@ -210,9 +226,11 @@ def run_ranks(size: int, work: Callable[[Group], Any], timeout_s: float = 120.0)
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
+    end = time.monotonic() + timeout_s
     for thread in threads:
-        thread.join(timeout_s)
-    assert not any(thread.is_alive() for thread in threads), "ranks hang"
+        thread.join(max(0.0, end - time.monotonic()))
+    hanging = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if errors:
         raise errors[0]
+    assert not hanging, f"ranks {hanging} hang"
     return results

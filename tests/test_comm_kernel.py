@@ -1,4 +1,4 @@
-"""The finalize kernel on emulated ranks: every scheme, both transports, peers that do not come."""
+"""The finalize kernel on emulated ranks: every scheme, both transports, counters."""
 
 from __future__ import annotations
 
@@ -10,32 +10,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_moe.comm.errors import PeerTimeoutError
-from cupy_moe.comm.groups import Group
+from cupy_moe.comm import Group, NormOptions
 from cupy_moe.comm.layout import SchemeLimits, choose_scheme
-from cupy_moe.comm.rules import check_arrays
-from cupy_moe.comm.workspace import FinalizeWorkspace
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
 from tests import emulated_ranks
-from tests.emulated_ranks import emulate, run_ranks
-from tests.finalize_cases import (
-    BF16,
-    NAN,
-    FinalizeCase,
-    assert_all_equal,
-    golden_case,
-    make_case,
-    tricky_case,
-)
+from tests.emulated_calls import LIMITS, SCHEMES, call, open_workspace
+from tests.emulated_ranks import early_successors, emulate, run_ranks
+from tests.finalize_cases import FinalizeCase, assert_all_equal, golden_case, make_case, tricky_case
 
 pytestmark = pytest.mark.skipif(emulated_ranks.COMPILER is None, reason="no C++ compiler")
-
-LIMITS = {
-    FinalizeScheme.EveryRank: SchemeLimits(99, 0),
-    FinalizeScheme.ExpertOwner: SchemeLimits(0, 99),
-    FinalizeScheme.TokenOwner: SchemeLimits(0, 0),
-}
-SCHEMES = pytest.mark.parametrize("scheme", FinalizeScheme, ids=lambda scheme: scheme.name)
 
 
 @pytest.fixture(scope="module")
@@ -46,25 +29,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _emulator(monkeypatch: pytest.MonkeyPatch, built: Path) -> None:
     emulate(monkeypatch, built)
-
-
-def open_workspace(group: Group, case: FinalizeCase, **options: object) -> FinalizeWorkspace:
-    sizes = {"hidden_size": case.hidden_size, "top_k": case.top_k, "max_tokens": 64}
-    return FinalizeWorkspace(group, -1, **{**sizes, "timeout_s": 60.0, **options})
-
-
-def call(workspace: FinalizeWorkspace, case: FinalizeCase) -> np.ndarray:
-    out = np.full((case.num_tokens, case.hidden_size), NAN, np.uint16)
-    arrays = check_arrays(
-        *case.arguments(workspace.group.rank),
-        out.view(BF16),
-        device=-1,
-        hidden_size=case.hidden_size,
-        top_k=case.top_k,
-    )
-    workspace.run(arrays, case.options, 0)
-    workspace.check()
-    return out
 
 
 def run_case(case: FinalizeCase, num_calls: int = 4, **options: object) -> np.ndarray:
@@ -183,6 +147,33 @@ def test_no_slot_is_valid(scheme: FinalizeScheme) -> None:
     assert not run_case(case, 4, limits=LIMITS[scheme]).any()
 
 
+@SCHEMES
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_negative_gain_makes_no_negative_zeros(scheme: FinalizeScheme, num_ranks: int) -> None:
+    case = make_case(num_ranks, 3)
+    case.norm_weight = case.norm_weight | 0x8000
+    case.options = NormOptions(1e-6, 0.0, False)
+    for rows, index in zip(case.gemm2, case.index, strict=True):
+        rows[:, ::2] = 0  # beside columns that are not
+        index[0] = -1
+    out = run_case(case, 2, limits=LIMITS[scheme])
+    case.check(out)
+    assert not out[0].any()
+    assert not out[:, ::2].any()
+
+
+@SCHEMES
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_sums_that_underflow_are_the_same_on_all_ranks(
+    scheme: FinalizeScheme, num_ranks: int
+) -> None:
+    case = make_case(num_ranks, 5)
+    case.weights[:] = 1e-38
+    case.norm_weight[:] = 0x8001  # -2^-133: products round to -0.0
+    case.options = NormOptions(1e-6, 0.0, False)
+    run_case(case, 2, limits=LIMITS[scheme])
+
+
 # --- sequences ------------------------------------------------------------------------------------
 
 
@@ -207,46 +198,36 @@ def test_random_sequence_across_every_switch() -> None:
             cases[num_tokens].check(out)
 
 
-# --- peers that do not come -----------------------------------------------------------------------
-
-
 @SCHEMES
-def test_a_peer_that_does_not_come(scheme: FinalizeScheme) -> None:
-    case = make_case(2, 3, hidden_size=64)
+def test_counters_do_not_overflow(scheme: FinalizeScheme) -> None:
+    case = make_case(2, 3, hidden_size=256, top_k=4)
+
+    def work(group: Group) -> int:
+        with open_workspace(group, case, limits=LIMITS[scheme], timeout_s=5.0) as workspace:
+            b = workspace.layout.buffers()[scheme]
+            memory = workspace._memory.bytes[b.generations_offset : b.end].view(np.int32)
+            memory[:] = 2**31 - 5 - (2**31 - 5) % 3  # the next copy is that of a new workspace
+            workspace._num_calls = 2**31 - 3
+            group.barrier()
+            for _ in range(9):
+                case.check(call(workspace, case))
+            return int(memory.reshape(-1, 64)[:3, 0].max())
+
+    assert max(run_ranks(2, work)) < 3
+
+
+# --- several ranks on a device --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_successors_start_early_on_a_device_of_one_rank_only(is_shared: bool, built: Path) -> None:
+    case = make_case(2, 1, hidden_size=64)
+    early_successors(FinalizeScheme.EveryRank, 2, built)
 
     def work(group: Group) -> None:
-        workspace = open_workspace(group, case, limits=LIMITS[scheme], timeout_s=0.3)
-        case.check(call(workspace, case))
-        group.barrier()
-        if group.rank == 0:
-            with pytest.raises(PeerTimeoutError, match=r"0\.3 s for rank 1 in call 2"):
-                call(workspace, case)
-            with pytest.raises(PeerTimeoutError) as caught:
-                workspace.check()
-            assert (caught.value.peer, caught.value.num_tokens) == (1, 3)
-            workspace.close()  # alone: nobody is waited for
-        group.barrier()
+        device = 0 if is_shared else group.rank
+        with open_workspace(group, case, device=device) as workspace:
+            call(workspace, case)
 
     run_ranks(2, work)
-
-
-@SCHEMES
-def test_what_was_given_up_is_nan(scheme: FinalizeScheme) -> None:
-    case = make_case(2, 3, hidden_size=520)
-
-    def work(group: Group) -> None:
-        workspace = open_workspace(group, case, limits=LIMITS[scheme], timeout_s=0.2)
-        if group.rank == 0:
-            for _ in range(2):  # the second one does not wait again
-                out = np.full((3, 520), 0, np.uint16)
-                arrays = check_arrays(
-                    *case.arguments(0), out.view(BF16), device=-1, hidden_size=520, top_k=8
-                )
-                workspace._report.words[0] = 0
-                start = time.monotonic()
-                workspace.run(arrays, case.options, 0)
-                assert time.monotonic() - start < 20
-                assert np.isnan(out.view(BF16).astype(np.float32)).all()
-        group.barrier()
-
-    run_ranks(2, work)
+    assert bool(early_successors(FinalizeScheme.EveryRank, 2, built)) is not is_shared

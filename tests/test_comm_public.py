@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 from cupy_moe.comm import (
+    PeerTimeoutError,
     ThreadGroup,
     check_tp_moe_finalize_rmsnorm,
     close_tp_moe_finalize_rmsnorm,
+    finalize_rmsnorm,
     init_tp_moe_finalize_rmsnorm,
+    launches,
+    opening,
     supports_tp_moe_finalize_rmsnorm,
     tp_moe_finalize_rmsnorm,
 )
@@ -143,6 +147,42 @@ def test_initialized_twice() -> None:
     call()
 
 
+def test_what_is_not_said_the_second_time_stays() -> None:
+    assert init(max_tokens=64, timeout_s=5.0)
+    assert init_tp_moe_finalize_rmsnorm()
+    assert init_tp_moe_finalize_rmsnorm(timeout_s=5.0)
+    for name, value in {"hidden_size": 4096, "timeout_s": 30.0, "transport": "ipc"}.items():
+        with pytest.raises(RuntimeError, match="initialized with"):
+            init_tp_moe_finalize_rmsnorm(**{name: value})
+
+
+@pytest.mark.parametrize("difference", [{"top_k": 3}, {"device": 0}], ids=str)
+def test_ranks_that_pass_different_sizes(
+    difference: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finalize_rmsnorm, "_refuse_capture", lambda device: None)
+
+    def work(group: Group) -> None:
+        with pytest.raises(ValueError, match="every rank must pass the same"):
+            init(group=group, **(difference if group.rank else {}))
+        assert init(group=group)
+        close_tp_moe_finalize_rmsnorm()
+
+    run_ranks(2, work)
+
+
+def test_rows_that_the_gpu_cannot_hold(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(finalize_rmsnorm, "_refuse_capture", lambda device: None)
+    for module in (opening, launches):
+        monkeypatch.setattr(module, "compute_capability", lambda device: (8, 9))
+    monkeypatch.setattr(launches, "max_shared_memory", lambda device: 101376)
+    assert not init(device=0, hidden_size=8192)
+    assert "hidden size 8192 with top_k 2 on cuda:0" in caplog.text
+    assert not supports_tp_moe_finalize_rmsnorm(None, None, None, None, None)
+
+
 def test_initialized_for_another_group() -> None:
     assert init()
     with pytest.raises(RuntimeError, match="another group"):
@@ -200,6 +240,22 @@ def test_ranks_that_pass_different_numbers_of_tokens() -> None:
             tp_moe_finalize_rmsnorm(
                 *case.arguments(0), np.zeros((tokens, 64), BF16), **options(case)
             )
+        close_tp_moe_finalize_rmsnorm()
+
+    run_ranks(2, work)
+
+
+def test_a_rank_that_does_not_call() -> None:
+    def work(group: Group) -> None:
+        init(group=group, timeout_s=0.2)
+        if group.rank == 0:
+            out = np.zeros((2, 64), BF16)
+            for _ in range(2):
+                with pytest.raises(PeerTimeoutError, match=r"0\.2 s for another rank in call 1"):
+                    call(output=out)
+            with pytest.raises(PeerTimeoutError):
+                check_tp_moe_finalize_rmsnorm()
+            assert np.isnan(out.astype(np.float32)).all()
         close_tp_moe_finalize_rmsnorm()
 
     run_ranks(2, work)

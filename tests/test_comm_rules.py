@@ -114,6 +114,14 @@ def test_output_over_an_input(name: str) -> None:
         check(**{name: shares, "output": memory[:TOKENS]})
 
 
+def test_output_over_the_last_of_rows_that_are_far_apart() -> None:
+    memory = np.zeros((ROWS, 4 * HIDDEN), BF16)
+    output = memory[ROWS - 2].reshape(4, HIDDEN)[:TOKENS]
+    with pytest.raises(ValueError, match="output must not overlap gemm2_permuted"):
+        check(gemm2_permuted=memory[:, :HIDDEN], output=output)
+    check(gemm2_permuted=memory[: ROWS - 2, :HIDDEN], output=output)
+
+
 def test_read_only_output() -> None:
     output = np.zeros((TOKENS, HIDDEN), BF16)
     output.flags.writeable = False

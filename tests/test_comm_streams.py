@@ -10,6 +10,7 @@ from cupy_moe.comm import streams
 from cupy_moe.comm.streams import StreamOrder
 
 captures: dict[int, int] = {}
+identities: dict[int, int] = {}
 
 
 class Event:
@@ -32,8 +33,10 @@ class Event:
 def order(monkeypatch: pytest.MonkeyPatch) -> StreamOrder:
     Event.log.clear()
     captures.clear()
+    identities.clear()
     monkeypatch.setattr(streams, "Event", Event)
     monkeypatch.setattr(streams, "_capture_of", captures.get)
+    monkeypatch.setattr(streams, "_identity_of", lambda stream: identities.get(stream, stream))
     return StreamOrder("op", 0)
 
 
@@ -65,6 +68,13 @@ def test_another_stream_waits_for_the_last_call(order: StreamOrder) -> None:
         ("block", 7),
         ("record", 7),
     ]
+
+
+def test_a_new_stream_at_the_address_of_an_old_one(order: StreamOrder) -> None:
+    call(order, 7)
+    identities[7] = 8
+    call(order, 7)
+    assert waits() == [("block", 7)]
 
 
 def test_captured_calls_touch_no_event(order: StreamOrder) -> None:

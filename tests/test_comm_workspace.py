@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cupy_moe.comm import transport, workspace
-from cupy_moe.comm.groups import Group
+from cupy_moe.comm import launches, transport, workspace
+from cupy_moe.comm.groups import Group, SingleRank, ThreadGroup
+from cupy_moe.comm.rules import FinalizeArrays, check_arrays
 from cupy_moe.comm.workspace import FinalizeWorkspace
 from tests import emulated_ranks
-from tests.emulated_ranks import emulate, run_ranks
+from tests.emulated_ranks import MULTIPROCESSORS, emulate, run_ranks
+from tests.finalize_cases import BF16, FinalizeCase, make_case
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "top_k": 2, "max_tokens": 8}
 
@@ -113,4 +118,150 @@ def test_memory_that_is_mapped_is_preferred(memories: list[Any]) -> None:
 
     assert run_ranks(2, work) == ["ipc", "ipc"]
     assert len(memories) == 2
+    assert all(memory.address == 0 for memory in memories)
+
+
+# --- what the ranks must agree on -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "others", [{"max_tokens": 16}, {"hidden_size": 72}, {"transport": "ipc"}, {"timeout_s": 1.0}]
+)
+def test_sizes_that_differ_between_ranks(others: dict[str, Any], memories: list[Any]) -> None:
+    def work(group: Group) -> None:
+        with pytest.raises(
+            ValueError, match=r"every rank must pass the same, got rank 0: .*rank 1"
+        ):
+            FinalizeWorkspace(group, group.rank, **SIZES | (others if group.rank else {}))
+
+    run_ranks(2, work)
+    assert memories == []
+
+
+# --- groups that fail -----------------------------------------------------------------------------
+
+
+class FailingGroup(SingleRank):
+    """Breaks down in exchange ``last``."""
+
+    def __init__(self, last: int) -> None:
+        self.left = last
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        if not self.left:
+            raise ConnectionError("the network is down")
+        self.left -= 1
+        return [data]
+
+
+def num_exchanges() -> int:
+    group = FailingGroup(99)
+    with FinalizeWorkspace(group, 0, **SIZES):
+        return 99 - group.left
+
+
+def test_a_group_that_fails_leaves_no_memory(memories: list[Any]) -> None:
+    for last in range(num_exchanges() - 1):
+        with pytest.raises(ConnectionError):
+            FinalizeWorkspace(FailingGroup(last), 0, **SIZES)
+    assert len(memories) > 1
+    assert all(memory.address == 0 for memory in memories)
+    assert launches.count_residents(0) == 0
+
+
+def test_a_group_that_fails_in_the_last_exchange(
+    memories: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other ranks may have gone on to their first call."""
+    with pytest.raises(ConnectionError):
+        FinalizeWorkspace(FailingGroup(num_exchanges() - 1), 0, **SIZES)
+    assert [bool(memory.address) for memory in memories] == [False, True]
+    assert "stay allocated" in caplog.text
+
+
+def test_a_group_that_fails_while_closing(
+    memories: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    group = FailingGroup(99)
+    made = FinalizeWorkspace(group, 0, **SIZES)
+    group.left = 0
+    made.close()
+    assert "the network is down" in caplog.text
+    assert memories[0].address != 0
+    assert not made.is_open
+    assert launches.count_residents(0) == 0
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def arrays_of(case: FinalizeCase) -> FinalizeArrays:
+    out = np.zeros((case.num_tokens, case.hidden_size), BF16)
+    sizes = {"hidden_size": case.hidden_size, "top_k": case.top_k}
+    return check_arrays(*case.arguments(0), out, device=-1, **sizes)
+
+
+def test_groups_on_one_device_divide_it(
+    memories: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "bind", lambda *args, **launch: launch["grid"][0])
+    num_blocks: list[int] = []
+    monkeypatch.setattr(workspace, "enqueue", num_blocks.extend)
+    case = make_case(2, 64, hidden_size=64, top_k=2)
+    pairs = [ThreadGroup(2), ThreadGroup(2)]
+
+    def work(thread: Group) -> None:
+        pair = pairs[thread.rank // 2]
+        with FinalizeWorkspace(
+            pair.ranks[thread.rank % 2], 0, **SIZES | {"max_tokens": 64}
+        ) as made:
+            thread.barrier()
+            made.run(arrays_of(case), case.options, 0)
+            thread.barrier()
+
+    run_ranks(4, work)
+    # Half of the device at most: what one rank leaves need not be where another one needs it.
+    assert len(num_blocks) == 4
+    assert sum(num_blocks) <= 8 * MULTIPROCESSORS // 2
+    shared, num_blocks[:] = num_blocks[0], []
+    run_ranks(2, work)
+    assert num_blocks[0] > shared
+
+
+def test_a_call_that_fails_is_waited_for(
+    memories: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = []
+
+    class Order(emulated_ranks._OneStream):
+        def after(self, stream: int) -> None:
+            log.append(stream)
+
+    def refuse(bound: object) -> None:
+        raise RuntimeError("the driver refuses")
+
+    monkeypatch.setattr(workspace, "StreamOrder", Order)
+    monkeypatch.setattr(launches, "bind", lambda *args, **launch: None)
+    monkeypatch.setattr(workspace, "enqueue", refuse)
+    case = make_case(1, 3, hidden_size=64, top_k=2)
+    with FinalizeWorkspace(SingleRank(), 0, **SIZES) as made:
+        with pytest.raises(RuntimeError, match="refuses"):
+            made.run(arrays_of(case), case.options, 7)
+        assert log == [7]
+
+
+def test_messages_that_wait_are_aborted_by_closing(
+    memories: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted = threading.Event()
+    communicator = emulated_ranks._Messages.NcclCommunicator
+    runtime = emulated_ranks._Cuda.cuda.runtime
+    monkeypatch.setattr(communicator, "abort", lambda self: aborted.set())
+    monkeypatch.setattr(runtime, "deviceSynchronize", lambda: aborted.wait(60))
+    monkeypatch.setattr(workspace, "GRACE_S", 0.1)
+    made = FinalizeWorkspace(SingleRank(), 0, transport="nccl", timeout_s=0.1, **SIZES)
+    start = time.monotonic()
+    made.close()
+    assert time.monotonic() - start < 30
+    assert aborted.is_set()
     assert all(memory.address == 0 for memory in memories)

@@ -23,7 +23,7 @@ struct Params {
   u8* peer4;
   u8* peer5;
   u8* peer6;
-  i32* generations;    // [slot, 64] of this scheme
+  i32* generations;    // [slot, 64] of this scheme, modulo the copies of the buffers
   i32* failed;         // [1] whether a wait was ever given up
   i32* report;         // [8] in host memory, see give_up
   i64 rows_offset;     // bytes to [3, num_peers, rows_slots, reduced slots, hidden_size] bf16
@@ -44,6 +44,7 @@ struct Params {
   i32 weight_before_norm;
   float eps;
   float gain_center;
+  i32 is_shared;  // whether other ranks run on this device
 };
 
 CUPY_MOE_CHECK_PARAMS(Params);
@@ -126,7 +127,7 @@ __device__ __forceinline__ Copies copies_of(i32 generation) {
           (generation + lamport::kGenerations - 1) % lamport::kGenerations};
 }
 
-// A warp's count of the launches that had a token.
+// A warp's count, modulo kGenerations, of the launches that had a token.
 __device__ __forceinline__ i32* generation_of(const Params& p, i32 token, i32 warp) {
   return p.generations + static_cast<i64>(token) * kMaxWarps + warp;
 }

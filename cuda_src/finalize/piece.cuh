@@ -1,4 +1,4 @@
-// What a rank has of a token and gives away, 256 columns a warp.
+// What a rank has of a token and gives away, 256 columns a warp; and where it receives as much.
 #pragma once
 
 #include "common/types.cuh"
@@ -6,6 +6,7 @@
 #include "finalize/exchange.cuh"
 #include "finalize/rows.cuh"
 #include "formats/bf16.cuh"
+#include "lamport/receive.cuh"
 #include "lamport/word.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/ld_st.cuh"
@@ -30,8 +31,11 @@ struct Piece {
   i32 column;  // first of the thread's eight
   i32 lane;
   bool in_row;
+  // Who gave up sends nothing more: whoever needs it gives up as well and says so.
+  lamport::Patience patience;
 
-  __device__ explicit Piece(const Params& params) : p(params) {
+  __device__ explicit Piece(const Params& params)
+      : p(params), patience(params.timeout_ns, params.failed, kNumPeers > 0) {
     const i32 thread =
         ptx::cluster_ctarank() * static_cast<i32>(blockDim.x) + static_cast<i32>(threadIdx.x);
     warp = thread / kWarpSize;
@@ -93,7 +97,7 @@ struct Piece {
   template <i32 kCount>
   __device__ void send_rows(const uint4 (&rows)[kCount], i32 first, i32 count, i32 token, i32 copy,
                             i32 begin, i32 end) const {
-    if (!in_row) return;
+    if (!in_row || patience.gave_up()) return;
 #pragma unroll 1
     for (i32 peer = begin; peer < end; ++peer) {
       const i32 sender = peer_number(p.rank, peer_rank(peer, p.rank));
@@ -102,6 +106,17 @@ struct Piece {
       for (i32 i = 0; i < kCount; ++i) {
         if (first + i < count)
           ptx::st_relaxed_sys_v4(to + row_bytes(i), lamport::scrubbed<kRowSentinel>(rows[i]));
+      }
+    }
+  }
+
+  __device__ void rearm_rows(i32 count, i32 token, i32 copy) const {
+#pragma unroll 1
+    for (i32 peer = 0; peer < kNumPeers; ++peer) {
+      u8* const at = own(rows_at(p, copy, peer, token));
+#pragma unroll 4
+      for (i32 i = 0; i < count; ++i) {
+        *reinterpret_cast<uint4*>(at + row_bytes(i)) = lamport::armed<kRowSentinel>();
       }
     }
   }

@@ -8,27 +8,40 @@
 namespace cupy_moe::lamport {
 
 // How long a thread still waits. The clock starts at its first long wait and runs on for the whole
-// launch, so that a launch ends in time however many tokens it has.
+// launch, and who gives up says so in `failed`, which ends the waits of all threads: a launch ends
+// in time however many tokens it has.
 class Patience {
  public:
-  // `gave_up` is a word that was just loaded: nothing here waits for it before it is asked for.
-  __device__ Patience(u64 timeout_ns, i32 gave_up) : timeout_ns_(timeout_ns), gave_up_(gave_up) {}
+  // Nothing waits for the first load of `failed` before it is asked for.
+  __device__ Patience(u64 timeout_ns, const i32* failed, bool has_peers)
+      : timeout_ns_(timeout_ns), failed_(failed), gave_up_(0) {
+    if (has_peers) look();
+  }
 
   __device__ bool gave_up() const { return gave_up_ != 0; }
 
+  // Whether another thread gave up.
+  __device__ void look() { gave_up_ |= ptx::ld_relaxed_gpu(failed_); }
+
   __device__ bool is_exhausted() {
     if (gave_up_ == 0 && ++polls_ % kPollsPerLook == 0) {
-      const u64 now = ptx::globaltimer();
+      const u32 now = ticks(ptx::globaltimer());
       if (start_ == 0) start_ = now;
-      gave_up_ = now - start_ > timeout_ns_;
+      gave_up_ = now - start_ > ticks(timeout_ns_);
+      look();
     }
     return gave_up();
   }
 
  private:
   static constexpr u32 kPollsPerLook = 256;
+
+  // Of 2^20 ns: a register less to keep.
+  __device__ static u32 ticks(u64 ns) { return static_cast<u32>(ns >> 20); }
+
   u64 timeout_ns_;
-  u64 start_ = 0;
+  const i32* failed_;
+  u32 start_ = 0;
   u32 polls_ = 0;
   i32 gave_up_;
 };

@@ -9,13 +9,19 @@ from cupy_moe.comm.finalize_rmsnorm import (
     tp_moe_finalize_rmsnorm,
 )
 from cupy_moe.comm.groups import FileStore, Group, StoreGroup, ThreadGroup
+from cupy_moe.comm.rules import FinalizeArrays, NormOptions, check_arrays
+from cupy_moe.comm.workspace import FinalizeWorkspace
 
 __all__ = [
     "FileStore",
+    "FinalizeArrays",
+    "FinalizeWorkspace",
     "Group",
+    "NormOptions",
     "PeerTimeoutError",
     "StoreGroup",
     "ThreadGroup",
+    "check_arrays",
     "check_tp_moe_finalize_rmsnorm",
     "close_tp_moe_finalize_rmsnorm",
     "init_tp_moe_finalize_rmsnorm",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from cupy_moe.comm.groups import Group, as_group, vote
+from cupy_moe.comm.groups import Group, as_group
 from cupy_moe.comm.host import HostWorkspace
+from cupy_moe.comm.opening import Workspace, open_workspace
 from cupy_moe.comm.rules import (
     OPERATION,
     FinalizeArrays,
@@ -18,12 +19,10 @@ from cupy_moe.comm.rules import (
     check_options,
     check_sizes,
 )
-from cupy_moe.comm.workspace import FinalizeWorkspace
-from cupy_moe.kernels.finalize_rmsnorm import RANKS
 from cupy_moe.runtime.arrays import HOST
-from cupy_moe.runtime.devices import compute_capability, device_guard, stream_is_capturing
+from cupy_moe.runtime.devices import device_guard, stream_is_capturing
 from cupy_moe.runtime.requirements import import_cupy
-from cupy_moe.validate import MIN_COMPUTE_CAPABILITY, ArrayLike
+from cupy_moe.validate import ArrayLike
 
 __all__ = [
     "check_tp_moe_finalize_rmsnorm",
@@ -32,8 +31,6 @@ __all__ = [
     "supports_tp_moe_finalize_rmsnorm",
     "tp_moe_finalize_rmsnorm",
 ]
-
-Workspace: TypeAlias = "FinalizeWorkspace | HostWorkspace"
 
 _INIT = f"init_{OPERATION}"
 
@@ -75,17 +72,17 @@ def init_tp_moe_finalize_rmsnorm(
     backend: str = "auto",
     *,
     device: int | None = None,
-    hidden_size: int = 4096,
-    top_k: int = 8,
-    max_tokens: int = 1024,
-    timeout_s: float = 30.0,
-    transport: str = "auto",
+    hidden_size: int | None = None,
+    top_k: int | None = None,
+    max_tokens: int | None = None,
+    timeout_s: float | None = None,
+    transport: str | None = None,
 ) -> bool:
     """Make the workspace of `tp_moe_finalize_rmsnorm`; every rank of the group together.
 
     Allocates and maps the receive buffers of all ranks and loads the kernels, so that calls can be
     captured into CUDA graphs at once. A second call with the same group, or none, returns the
-    first one's answer.
+    first one's answer; what it says of the sizes must be what the first one got.
 
     Parameters
     ----------
@@ -99,31 +96,34 @@ def init_tp_moe_finalize_rmsnorm(
     device : int, optional
         CUDA ordinal of this rank's GPU, -1 for arrays in host memory. Default: the current device
         of torch, if torch is loaded and uses CUDA, else of CuPy; host memory if there is no GPU.
-    hidden_size : int
+    hidden_size : int, default 4096
         Columns of a row: a multiple of 8, at most 16,384.
-    top_k : int
+    top_k : int, default 8
         Expert slots of a token, at most 32.
-    max_tokens : int
+    max_tokens : int, default 1024
         Tokens of one launch; a call of more takes several. Receive buffers have three copies of
         ``max_tokens * top_k * hidden_size`` BF16 divided by the number of ranks, from each other
         rank.
-    timeout_s : float
+    timeout_s : float, default 30
         The longest that a launch waits for other ranks, in seconds.
-    transport : str
+    transport : str, default "auto"
         ``"ipc"``: stores into mapped memory of the peers. ``"nccl"``: messages, for ranks that
-        cannot map each other's memory. ``"auto"``: the first if all ranks can, else the second;
-        the change is logged once.
+        cannot map each other's memory; calls then wait for other ranks without a limit, and it is
+        closing that aborts them. ``"auto"``: the first if all ranks can, else the second; the
+        change is logged once.
 
     Returns
     -------
     bool
-        Whether the operation can run, the same on every rank: False for another number of ranks
-        or a GPU below compute capability 8.0.
+        Whether the operation can run, the same on every rank: False for another number of ranks,
+        a GPU below compute capability 8.0, or rows of more than 4096 columns below 9.0. The reason
+        is logged.
 
     Raises
     ------
     TypeError, ValueError
-        A group of no known kind, or a size that no workspace can have.
+        A group of no known kind, a size that no workspace can have, or another one than on other
+        ranks.
     RuntimeError
         Initialized for another group or other sizes already; a CUDA graph is being captured; memory
         could not be allocated or mapped on any rank, which every rank is told after all has been
@@ -132,28 +132,45 @@ def init_tp_moe_finalize_rmsnorm(
     Notes
     -----
     Collective, and ends with a barrier. Not to be called from several threads of one rank.
+
+    Launches of ranks on one GPU must be resident at once, so ranks of one group and of one process
+    divide its multiprocessors. Groups of other processes on the same GPU are not known to each
+    other and could wait for each other's room; give them GPUs or green contexts of their own.
     """
     check_backend(_INIT, backend)
-    sizes = check_sizes(_INIT, hidden_size, top_k, max_tokens, timeout_s, transport)
+    given = {
+        "hidden_size": hidden_size,
+        "top_k": top_k,
+        "max_tokens": max_tokens,
+        "timeout_s": timeout_s,
+        "transport": transport,
+    }
     state = _registry.get()
     if state is not None and (group is None or as_group(group).key == state.group.key):
+        sizes = _sizes(state.sizes, given)
         if sizes != state.sizes:
             raise RuntimeError(
                 f"{_INIT}: initialized with {state.sizes} already, got {sizes}. Call "
                 f"close_{OPERATION} on every rank first."
             )
         return state.workspace is not None
-    ranks = as_group(group)
+    sizes = _sizes(WorkspaceSizes(), given)
+    where = _default_device() if device is None else device
+    ranks = as_group(group, where)
     if state is not None and not (ranks.is_thread and not state.group.is_thread):
         raise RuntimeError(
             f"{_INIT}: initialized for another group already. Call close_{OPERATION} on every rank "
             "first."
         )
-    where = _default_device() if device is None else device
     _refuse_capture(where)
-    workspace = _make_workspace(ranks, where, sizes)
+    workspace = open_workspace(_INIT, ranks, where, sizes)
     _registry.set(_State(ranks, sizes, workspace), of_thread=ranks.is_thread)
     return workspace is not None
+
+
+def _sizes(default: WorkspaceSizes, given: dict[str, Any]) -> WorkspaceSizes:
+    said = {name: value for name, value in given.items() if value is not None}
+    return check_sizes(_INIT, **{**asdict(default), **said})
 
 
 def _default_device() -> int:
@@ -180,31 +197,15 @@ def _refuse_capture(device: int) -> None:
             )
 
 
-def _make_workspace(group: Group, device: int, sizes: WorkspaceSizes) -> Workspace | None:
-    unsupported = None
-    if group.size not in RANKS:
-        unsupported = f"{group.size} ranks"
-    elif device != HOST and compute_capability(device) < MIN_COMPUTE_CAPABILITY:
-        unsupported = f"the GPU of cuda:{device}"
-    if vote(group, unsupported):
-        return None
-    if device == HOST:
-        return HostWorkspace(group, hidden_size=sizes.hidden_size, top_k=sizes.top_k)
-    return FinalizeWorkspace(
-        group,
-        device,
-        hidden_size=sizes.hidden_size,
-        top_k=sizes.top_k,
-        max_tokens=sizes.max_tokens,
-        timeout_s=sizes.timeout_s,
-        transport=sizes.transport,
-    )
-
-
 def close_tp_moe_finalize_rmsnorm() -> None:
-    """Give the workspace back; every rank of the group together.
+    """Give the workspace back; every rank of the group together, whatever has failed before.
 
     No graph with a call of it may be replayed later. Does nothing if nothing is initialized.
+
+    Waits for the other ranks, but not for ever: for as long as a launch of theirs may wait
+    (``timeout_s``) and as long again, at least 5 s. Without all of them, memory that a late launch
+    of another rank could still write into stays allocated; a warning of the logger ``cupy_moe``
+    says so.
     """
     state = _registry.get()
     if state is not None:
@@ -341,7 +342,9 @@ def tp_moe_finalize_rmsnorm(
 
     Deterministic for a given number of ranks and T; the last bit of an output element may depend
     on both, as the scheme of communication decides how the slots are added up. A launch that waits
-    longer than the workspace's ``timeout_s`` fills its output with NaN and ends.
+    longer than the workspace's ``timeout_s`` ends, and what it could not finish of its output is
+    NaN; a rank that needs what that launch would have sent gives up as well. With NCCL a call waits
+    without a limit, until the workspace is closed.
     """
     check_backend(OPERATION, backend)
     options = check_options(eps, gain_center, weight_before_norm)

@@ -7,7 +7,8 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ __all__ = [
     "StoreGroup",
     "ThreadGroup",
     "TorchGroup",
+    "agree",
     "as_group",
     "vote",
 ]
@@ -53,6 +55,26 @@ class Group(ABC):
         """Return once all ranks have called it."""
         self.all_gather(b"")
 
+    def rendezvous(self, timeout_s: float) -> None:
+        """Like `barrier`, for ranks that need not come.
+
+        A kind of group without a bounded wait of its own waits as long as its `barrier` does.
+
+        Raises
+        ------
+        TimeoutError
+            A rank has not come in time, in seconds.
+        """
+        self.barrier()
+
+
+def _wait_until(is_done: Callable[[], bool], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > end:
+            raise TimeoutError(f"a rank has not come within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
 
 class SingleRank(Group):
     """A group of one."""
@@ -65,12 +87,17 @@ class SingleRank(Group):
 
 
 class TorchGroup(Group):
-    """A ``torch.distributed`` process group, or a sub-group that this process belongs to."""
+    """A ``torch.distributed`` process group, or a sub-group that this process belongs to.
 
-    def __init__(self, group: Any = None) -> None:
+    ``device`` is the CUDA ordinal of this rank, negative for none: a group of NCCL exchanges
+    through the current device of torch, which may be another one.
+    """
+
+    def __init__(self, group: Any = None, device: int = -1) -> None:
+        import torch
         import torch.distributed as dist
 
-        self._dist = dist
+        self._torch, self._dist, self._device = torch, dist, device
         self.key = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.key), dist.get_world_size(self.key)
         if self.rank < 0:
@@ -79,8 +106,21 @@ class TorchGroup(Group):
     def all_gather(self, data: bytes) -> list[bytes]:
         """See `Group.all_gather`."""
         gathered: list[Any] = [None] * self.size
-        self._dist.all_gather_object(gathered, data, group=self.key)
+        with self._current_device():
+            self._dist.all_gather_object(gathered, data, group=self.key)
         return gathered
+
+    def rendezvous(self, timeout_s: float) -> None:
+        """See `Group.rendezvous`."""
+        with self._current_device():
+            work = self._dist.barrier(group=self.key, async_op=True)
+            _wait_until(work.is_completed, timeout_s)
+            work.wait()  # raises what went wrong
+
+    def _current_device(self) -> AbstractContextManager[Any]:
+        if self._device < 0 or not self._torch.cuda.is_available():
+            return nullcontext()
+        return self._torch.cuda.device(self._device)  # type: ignore[no-any-return]
 
 
 class MpiGroup(Group):
@@ -94,6 +134,10 @@ class MpiGroup(Group):
         """See `Group.all_gather`."""
         return list(self._communicator.allgather(data))
 
+    def rendezvous(self, timeout_s: float) -> None:
+        """See `Group.rendezvous`."""
+        _wait_until(self._communicator.Ibarrier().Test, timeout_s)
+
 
 class Store(Protocol):
     """Keys and values that all ranks see; the stores of ``torch.distributed`` are such."""
@@ -103,6 +147,9 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell at once whether all keys have been set."""
 
 
 class FileStore:
@@ -145,6 +192,10 @@ class FileStore:
             time.sleep(_POLL_S)
         return path.read_bytes()
 
+    def check(self, keys: list[str]) -> bool:
+        """See `Store.check`."""
+        return all((self._folder / key).exists() for key in keys)
+
 
 class StoreGroup(Group):
     """Plain processes that share a store.
@@ -166,10 +217,19 @@ class StoreGroup(Group):
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """See `Group.all_gather`."""
-        prefix = f"{self._name}.{self._exchanges}"
+        return [bytes(self._store.get(key)) for key in self._give(data)]
+
+    def rendezvous(self, timeout_s: float) -> None:
+        """See `Group.rendezvous`. Who comes late finds that the others have come."""
+        keys = self._give(b"")
+        _wait_until(lambda: self._store.check(keys), timeout_s)
+
+    def _give(self, data: bytes) -> list[str]:
+        """Start the next exchange; the keys of all ranks in it."""
+        keys = [f"{self._name}.{self._exchanges}.{q}" for q in range(self.size)]
         self._exchanges += 1
-        self._store.set(f"{prefix}.{self.rank}", data)
-        return [bytes(self._store.get(f"{prefix}.{q}")) for q in range(self.size)]
+        self._store.set(keys[self.rank], data)
+        return keys
 
 
 class ThreadGroup:
@@ -204,6 +264,13 @@ class ThreadGroup:
         self._barrier.wait()  # nobody gives the next ones before all have taken these
         return gathered
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait for all threads; a wait that ends early breaks all others, now and later."""
+        try:
+            self._barrier.wait(timeout_s)
+        except threading.BrokenBarrierError:
+            raise TimeoutError(f"a thread has not come within {timeout_s:g} s") from None
+
 
 class _ThreadRank(Group):
     is_thread = True
@@ -215,14 +282,19 @@ class _ThreadRank(Group):
     def all_gather(self, data: bytes) -> list[bytes]:
         return self._group.exchange(self.rank, data)
 
+    def rendezvous(self, timeout_s: float) -> None:
+        self._group.wait(timeout_s)
 
-def as_group(group: Any) -> Group:
+
+def as_group(group: Any, device: int = -1) -> Group:
     """Adapter for whatever stands for a group.
 
     Parameters
     ----------
     group : None, Group, torch.distributed.ProcessGroup or mpi4py.MPI.Comm
         None is the world of ``torch.distributed`` where that is initialized, else one rank.
+    device : int
+        CUDA ordinal of this rank, negative for none.
 
     Raises
     ------
@@ -234,15 +306,39 @@ def as_group(group: Any) -> Group:
     dist = sys.modules.get("torch.distributed")
     has_torch = dist is not None and dist.is_available()
     if group is None:
-        return TorchGroup() if has_torch and dist.is_initialized() else SingleRank()  # type: ignore[union-attr]
+        if has_torch and dist.is_initialized():  # type: ignore[union-attr]
+            return TorchGroup(None, device)
+        return SingleRank()
     if has_torch and isinstance(group, dist.ProcessGroup):  # type: ignore[union-attr]
-        return TorchGroup(group)
+        return TorchGroup(group, device)
     if hasattr(group, "allgather") and hasattr(group, "Get_rank"):
         return MpiGroup(group)
     raise TypeError(
         "init_tp_moe_finalize_rmsnorm: group must be a torch.distributed process group, an mpi4py "
         f"communicator or a cupy_moe.comm group, got {type(group).__name__}."
     )
+
+
+def agree(group: Group, operation: str, terms: object) -> None:
+    """Refuse on every rank what the ranks do not pass alike; collective.
+
+    Parameters
+    ----------
+    group : Group
+    operation : str
+        Names the operation in the error.
+    terms : object
+        What must have the same ``repr`` on every rank.
+
+    Raises
+    ------
+    ValueError
+        The ranks differ; says what each one passed.
+    """
+    given = [data.decode() for data in group.all_gather(repr(terms).encode())]
+    if len(set(given)) > 1:
+        each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(given))
+        raise ValueError(f"{operation}: every rank must pass the same, got {each}.")
 
 
 def vote(group: Group, failure: str | None) -> list[str]:

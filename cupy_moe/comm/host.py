@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 
 from cupy_moe.codecs import decode_bf16
+from cupy_moe.comm.errors import PeerTimeoutError
 from cupy_moe.comm.groups import Group
 from cupy_moe.comm.rules import OPERATION, FinalizeArrays, NormOptions
 from cupy_moe.reference.finalize import tp_moe_finalize_rmsnorm
@@ -14,6 +15,8 @@ from cupy_moe.runtime.array_ref import HostArray
 from cupy_moe.runtime.arrays import HOST, ArrayRef, to_numpy
 
 __all__ = ["HostWorkspace"]
+
+_NAN = 0x7FC0  # of BF16
 
 
 class HostWorkspace:
@@ -24,15 +27,29 @@ class HostWorkspace:
     group : Group
         For example a `ThreadGroup`, which simulates the ranks in one process.
     hidden_size, top_k : int
+    timeout_s : float
+        The longest that a call waits for other ranks, in seconds, if the group can tell.
     """
 
     device = HOST
 
-    def __init__(self, group: Group, *, hidden_size: int, top_k: int) -> None:
+    def __init__(
+        self, group: Group, *, hidden_size: int, top_k: int, timeout_s: float = 30.0
+    ) -> None:
         self.group, self.hidden_size, self.top_k = group, hidden_size, top_k
+        self.timeout_s = timeout_s
+        self._num_calls = 0
+        self._failure: PeerTimeoutError | None = None
 
     def check(self) -> None:
-        """Nothing can time out here without an error of its own."""
+        """Raise again what a call has raised that waited too long.
+
+        Raises
+        ------
+        PeerTimeoutError
+        """
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Nothing is kept."""
@@ -44,7 +61,11 @@ class HostWorkspace:
         ------
         ValueError
             The ranks pass different numbers of tokens.
+        PeerTimeoutError
+            A rank has not come in this call or an earlier one. The output is NaN.
         """
+        self.check()
+        self._meet(arrays)
         index = to_numpy(arrays.index).reshape(-1, self.top_k)
         own = (_bits(arrays.gemm2)[:, : self.hidden_size], index)
         gathered = [pickle.loads(data) for data in self.group.all_gather(pickle.dumps(own))]
@@ -65,6 +86,19 @@ class HostWorkspace:
             gain_center=options.gain_center,
             weight_before_norm=options.weight_before_norm,
         )
+
+    def _meet(self, arrays: FinalizeArrays) -> None:
+        """Wait for all ranks as long as a launch would."""
+        self._num_calls += 1
+        try:
+            self.group.rendezvous(self.timeout_s)
+        except TimeoutError as error:
+            _bits(arrays.output)[...] = _NAN
+            call, tokens = self._num_calls, arrays.num_tokens
+            self._failure = PeerTimeoutError(
+                OPERATION, self.group.rank, None, call, tokens, self.timeout_s
+            )
+            raise self._failure from error
 
 
 def _bits(ref: ArrayRef) -> HostArray:

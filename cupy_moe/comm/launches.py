@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupy_moe.comm.layout import WorkspaceLayout
+from cupy_moe.comm.residents import count_residents
 from cupy_moe.comm.rules import FinalizeArrays, NormOptions
 from cupy_moe.comm.streams import multiprocessors_of
 from cupy_moe.comm.transport import Step
@@ -22,11 +23,12 @@ from cupy_moe.runtime.jit import load
 from cupy_moe.runtime.launch import BoundLaunch, bind
 from cupy_moe.runtime.occupancy import resident_clusters
 
-__all__ = ["REPORT_WORDS", "Call", "Launcher"]
+__all__ = ["REPORT_WORDS", "Call", "Launcher", "device_shapes"]
 
 REPORT_WORDS = 8
 POLITE_TOKENS = 8  # more of them are waited for politely
 _MAX_PLANS = 1024
+_MAX_CALL = 2**31 - 1  # of an int32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +49,15 @@ class _Plan:
 
     shape: ClusterShape
     num_clusters: int
+
+
+def device_shapes(device: int, hidden_size: int, top_k: int) -> dict[int, ClusterShape]:
+    """List the clusters of a device that hold a row; none if it cannot run the kernel.
+
+    Rows of more than 4096 columns take clusters, which compute capability 9.0 brought.
+    """
+    has_clusters = compute_capability(device) >= (9, 0)
+    return possible_shapes(hidden_size, top_k, max_shared_memory(device), has_clusters)
 
 
 class Launcher:
@@ -74,11 +85,9 @@ class Launcher:
         self._workspace, self._report = workspace, report
         self._buffers = layout.buffers()
         self._failed = workspace + layout.failed_offset
-        self._num_sms = self._granted = sm_count(device)
-        self._has_clusters = compute_capability(device) >= (9, 0)
-        self._shapes = possible_shapes(
-            layout.hidden_size, layout.top_k, max_shared_memory(device), self._has_clusters
-        )
+        self._num_sms = sm_count(device)
+        self._has_pdl = compute_capability(device) >= (9, 0)
+        self._shapes = device_shapes(device, layout.hidden_size, layout.top_k)
         if not self._shapes:
             raise NotImplementedError(
                 f"hidden size {layout.hidden_size} with top_k {layout.top_k} needs thread block "
@@ -89,17 +98,21 @@ class Launcher:
             scheme: load(FinalizeRmsnormConfig(scheme, layout.num_ranks).spec(), device)
             for scheme in (one_rank if layout.num_ranks == 1 else FinalizeScheme)
         }
-        self._is_shared = False
-        self._plans: dict[tuple[FinalizeScheme, int, int], _Plan] = {}
+        self._num_elsewhere = 0
+        self._plans: dict[tuple[FinalizeScheme, int, int, int], _Plan] = {}
 
-    def share_device(self, num_ranks: int) -> None:
-        """Leave multiprocessors to other ranks on the device: all must be resident at once."""
-        self._granted = max(1, self._num_sms // num_ranks)
-        self._is_shared = num_ranks > 1
+    def share_device(self, num_elsewhere: int) -> None:
+        """Leave multiprocessors to ranks of other processes on the device as well.
+
+        Those of this process are counted at every launch, whatever their groups.
+        """
+        self._num_elsewhere = num_elsewhere
 
     def bind(self, call: Call, first: int, count: int, step: Step) -> BoundLaunch:
         """Prepare a launch for tokens [first, first + count)."""
-        plan = self._plan(call.scheme, count, call.stream)
+        num_sharers = self._num_elsewhere + count_residents(self._device)
+        is_shared = num_sharers > 1
+        plan = self._plan(call.scheme, count, call.stream, num_sharers)
         layout, buffers, arrays = self._layout, self._buffers[call.scheme], call.arrays
         params = PARAMS.pack(
             arrays.gemm2.ptr,
@@ -123,13 +136,14 @@ class Launcher:
             layout.hidden_size,
             layout.top_k,
             self._rank,
-            call.number,
+            call.number & _MAX_CALL,
             step.phases,
             count > POLITE_TOKENS,
             arrays.weights.dtype == "float32",
             call.options.weight_before_norm,
             call.options.eps,
             call.options.gain_center,
+            is_shared,
         )
         shape = plan.shape
         return bind(
@@ -140,23 +154,28 @@ class Launcher:
             smem=shape.smem,
             stream=call.stream,
             # Blocks that are launched early could take the place of another rank's on the device.
-            pdl=self._has_clusters and step.phases == Phases.All and not self._is_shared,
+            pdl=self._has_pdl and step.phases == Phases.All and not is_shared,
             cluster=shape.num_blocks,
         )
 
-    def _plan(self, scheme: FinalizeScheme, num_tokens: int, stream: int) -> _Plan:
+    def _plan(
+        self, scheme: FinalizeScheme, num_tokens: int, stream: int, num_sharers: int
+    ) -> _Plan:
         granted = multiprocessors_of(stream, self._device)
-        if granted == self._num_sms:
-            granted = self._granted
-        key = (scheme, num_tokens, granted)
+        if granted == self._num_sms:  # no green context divides them
+            granted = max(1, self._num_sms // num_sharers)
+        key = (scheme, num_tokens, granted, num_sharers)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._make_plan(scheme, num_tokens, granted)
+            is_shared = num_sharers > 1
+            plan = self._plans[key] = self._make_plan(scheme, num_tokens, granted, is_shared)
         return plan
 
-    def _make_plan(self, scheme: FinalizeScheme, num_tokens: int, granted: int) -> _Plan:
+    def _make_plan(
+        self, scheme: FinalizeScheme, num_tokens: int, granted: int, is_shared: bool
+    ) -> _Plan:
         # A part of the multiprocessors need not have room for a large cluster in one piece.
         smallest = min(self._shapes)
         is_whole = granted == self._num_sms
@@ -165,7 +184,7 @@ class Launcher:
         resident = resident_clusters(
             self._functions[scheme], shape.num_blocks, shape.num_threads, shape.smem
         )
-        if self._is_shared:
+        if is_shared:
             resident //= 2  # other ranks' blocks need not leave the room where it is needed
         num_clusters = min(num_tokens, max(1, resident * granted // self._num_sms))
         if 1 < num_clusters < num_tokens:

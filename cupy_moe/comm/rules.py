@@ -102,7 +102,8 @@ def check_arrays(
         row_stride=0,
     )
     arrays.row_stride = _check_rows(check, arrays.gemm2, num_tokens, hidden_size)
-    inputs = ("gemm2", "weights", "index", "norm_weight")
+    _check_apart(check, arrays, hidden_size)
+    inputs = ("weights", "index", "norm_weight")
     check.writable("output", arrays.output, [(name, getattr(arrays, name)) for name in inputs])
     return arrays
 
@@ -145,6 +146,18 @@ def _check_rows(check: Checker, rows: ArrayRef, num_tokens: int, hidden_size: in
     return int(row_stride)
 
 
+def _check_apart(check: Checker, arrays: FinalizeArrays, hidden_size: int) -> None:
+    """Refuse an output among the rows, which reach further than they have elements."""
+    rows, output = arrays.gemm2, arrays.output
+    if not rows.size or not output.size:
+        return
+    end = rows.ptr + 2 * ((rows.shape[0] - 1) * arrays.row_stride + hidden_size)
+    output_end = output.ptr + output.nbytes
+    if output.ptr < end and rows.ptr < output_end:
+        got = f"[{output.ptr:#x}, {output_end:#x}) and [{rows.ptr:#x}, {end:#x})"
+        check.refuse(ValueError, "output", "not overlap gemm2_permuted", got, "Pass a copy.")
+
+
 @dataclass(frozen=True, slots=True)
 class NormOptions:
     """Scalars of a call."""
@@ -177,11 +190,11 @@ def _finite(name: str, value: object) -> float:
 class WorkspaceSizes:
     """What a workspace is made for."""
 
-    hidden_size: int
-    top_k: int
-    max_tokens: int
-    timeout_s: float
-    transport: str
+    hidden_size: int = 4096
+    top_k: int = 8
+    max_tokens: int = 1024
+    timeout_s: float = 30.0
+    transport: str = "auto"
 
 
 def check_sizes(

@@ -34,7 +34,7 @@ class StreamOrder:
     def __init__(self, operation: str, device: int) -> None:
         self._operation = operation
         self._done = Event(device)
-        self._stream: int | None = None  # of the last eager call
+        self._stream: int | None = None  # id of the last eager call's
         self._capture: tuple[int, int] = (0, 0)  # the last captured call's capture and stream
 
     def before(self, stream: int) -> bool:
@@ -47,9 +47,10 @@ class StreamOrder:
         """
         capture = _capture_of(stream)
         if capture is None:
-            if self._stream is not None and self._stream != stream:
+            identity = _identity_of(stream)
+            if self._stream is not None and self._stream != identity:
                 self._done.block(stream)
-            self._stream = stream
+            self._stream = identity
             return False
         last, last_stream = self._capture
         if last == capture and last_stream != stream:
@@ -68,6 +69,12 @@ class StreamOrder:
     def close(self) -> None:
         """Destroy the event."""
         self._done.close()
+
+
+def _identity_of(stream: int) -> int:
+    """Id of a stream: a new one may have the address of one that was destroyed."""
+    driver = import_driver()
+    return int(check(driver.cuStreamGetId(driver.CUstream(stream)), "inspecting a stream"))
 
 
 def _capture_of(stream: int) -> int | None:

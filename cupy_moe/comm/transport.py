@@ -55,6 +55,9 @@ class Transport(ABC):
     def steps(self, scheme: FinalizeScheme, num_tokens: int) -> Sequence[Step]:
         """List the steps of one launch of so many tokens."""
 
+    def abort(self) -> None:  # noqa: B027 (nothing waits without a limit)
+        """End whatever waits for a peer without a limit; nothing can be exchanged afterwards."""
+
 
 class IpcTransport(Transport):
     """One launch that stores into the peers' memory.
@@ -95,7 +98,8 @@ class IpcTransport(Transport):
 class NcclTransport(Transport):
     """Launches that store into memory of their own, and messages that carry it into the buffers.
 
-    The kernels are the same, and so are the bits of the results.
+    The kernels are the same, and so are the bits of the results. Messages wait for the peers
+    without a limit of time, until they are aborted.
 
     Parameters
     ----------
@@ -127,6 +131,7 @@ class NcclTransport(Transport):
         self._rank, self._size, self._device = group.rank, group.size, device
         self._address, self._buffers = address, layout.buffers()
         self._nccl = _import_nccl()
+        self._communicator: Library = None
         self._staging = DeviceMemory(device, layout.staging_bytes)
         resources.callback(self._staging.free)
 
@@ -139,7 +144,16 @@ class NcclTransport(Transport):
         name = pickle.loads(unique_id)
         with device_guard(self._device):
             self._communicator = self._nccl.NcclCommunicator(self._size, name, self._rank)
-        resources.callback(self._communicator.destroy)
+        resources.callback(self.abort)
+
+    def abort(self) -> None:
+        """See `Transport.abort`.
+
+        Also ends a communicator that is idle: destroying one can wait for peers.
+        """
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.abort()
 
     def steps(self, scheme: FinalizeScheme, num_tokens: int) -> Sequence[Step]:
         """See `Transport.steps`."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable
+from concurrent import futures
 from contextlib import ExitStack
 from functools import cache
 from types import TracebackType
 from typing import TypeVar
 
 from cupy_moe.comm.errors import PeerTimeoutError
-from cupy_moe.comm.groups import Group, vote
+from cupy_moe.comm.groups import Group, agree, vote
 from cupy_moe.comm.launches import REPORT_WORDS, Call, Launcher
 from cupy_moe.comm.layout import SchemeLimits, WorkspaceLayout, choose_scheme, default_limits
+from cupy_moe.comm.residents import enter_device, leave_device
 from cupy_moe.comm.rules import OPERATION, FinalizeArrays, NormOptions
 from cupy_moe.comm.streams import StreamOrder
 from cupy_moe.comm.transport import IpcTransport, NcclTransport, Transport
@@ -27,6 +29,7 @@ __all__ = ["FinalizeWorkspace"]
 ResultT = TypeVar("ResultT")
 
 _logger = logging.getLogger("cupy_moe")
+GRACE_S = 5.0  # for the host of a rank to see that a launch has given up
 
 
 class SetUpError(RuntimeError):
@@ -64,8 +67,17 @@ class FinalizeWorkspace:
 
     Raises
     ------
+    ValueError
+        The ranks pass different sizes. Raised on every rank.
     RuntimeError
         Memory could not be had or mapped on any rank. Raised on every rank, and all is given back.
+
+    Notes
+    -----
+    Launches of all ranks on one device must be resident at once, so they divide its
+    multiprocessors: those of the group, and of every group with a workspace in this process.
+    Groups of other processes on the device are not known; give them green contexts or a device of
+    their own. A graph keeps the share that it was captured with: open all workspaces before.
     """
 
     transport: Transport
@@ -85,25 +97,31 @@ class FinalizeWorkspace:
         self.group, self.device, self.timeout_s = group, device, timeout_s
         limits = default_limits(group.size) if limits is None else limits
         self.layout = WorkspaceLayout(group.size, hidden_size, top_k, max_tokens, limits)
+        self._mapped = ExitStack()  # peers' memory
         self._resources = ExitStack()
         self._report: HostPage | None = None
         self._num_calls = 0
+        self._is_open = False
+        self._is_written = False  # perhaps, by the others: from the last exchange of the set-up on
         try:
             self._set_up(transport)
-        except SetUpError:
-            self._resources.close()
-            raise
+        except BaseException:  # whatever it is, memory must not stay behind
+            with self._resources, self._mapped:
+                raise
 
     # --- making and closing -----------------------------------------------------------------------
 
     def _set_up(self, transport: str) -> None:
+        agree(self.group, f"init_{OPERATION}", (self.layout, transport, self.timeout_s))
         offers = self._allocate()
         self.transport = self._connect(transport, offers)
         own = offers[self.group.rank]
-        sharers = sum((o.host, o.bus_id) == (own.host, own.bus_id) for o in offers)
-        self._launcher.share_device(sharers)
+        sharers = [o for o in offers if (o.host, o.bus_id) == (own.host, own.bus_id)]
+        self._launcher.share_device(sum(o.process != own.process for o in sharers))
         # Nobody writes before all buffers are filled.
+        self._is_written = True
         self.group.barrier()
+        self._is_open = True
 
     def _on_all(self, step: Callable[[], ResultT]) -> ResultT:
         """Do a step on every rank; if it fails on any, raise on all."""
@@ -125,8 +143,10 @@ class FinalizeWorkspace:
             resources = self._resources
             self._order = StreamOrder(OPERATION, self.device)
             resources.callback(self._order.close)
+            enter_device(self.device)
+            resources.callback(leave_device, self.device)
             self._memory = DeviceMemory(self.device, self.layout.num_bytes)
-            resources.callback(self._memory.free)
+            resources.callback(self._free_memory)
             self._report = HostPage(self.device, REPORT_WORDS)
             resources.callback(self._report.free)
             self._launcher = Launcher(
@@ -153,18 +173,14 @@ class FinalizeWorkspace:
         return self._connect_nccl()
 
     def _connect_ipc(self, offers: list[MemoryOffer]) -> Transport:
-        mapped = ExitStack()
-        # Memory that others have mapped must not be freed; callbacks run in reverse order.
-        mapped.callback(self._wait_for_others)
         try:
-            transport = self._on_all(
-                lambda: IpcTransport(self.device, self.group.rank, offers, mapped)
+            return self._on_all(
+                lambda: IpcTransport(self.device, self.group.rank, offers, self._mapped)
             )
         except SetUpError:
-            mapped.close()
+            self._mapped.close()
+            self.group.barrier()  # memory that others have mapped must not be freed
             raise
-        self._resources.push(mapped)
-        return transport
 
     def _connect_nccl(self) -> Transport:
         transport = self._on_all(
@@ -180,20 +196,64 @@ class FinalizeWorkspace:
     @property
     def is_open(self) -> bool:
         """Whether calls can be made."""
-        return self._memory.address != 0
+        return self._is_open
 
     def close(self) -> None:
-        """Give everything back; collective unless a wait has timed out."""
-        if not self.is_open:
+        """Give everything back; collective.
+
+        Waits for the other ranks to close, for as long as a launch of theirs may wait (`timeout_s`)
+        and as long again, at least 5 s. If one does not come, a late launch of it could still write
+        into this rank's memory: that memory stays allocated, and a warning says so. Messages that
+        still wait for a peer are aborted.
+        """
+        if not self._is_open:
             return
+        self._is_open = False
+        # From the last to the first, whatever any of them raises.
+        with ExitStack() as steps:
+            steps.callback(self._resources.close)
+            steps.callback(self._meet)
+            steps.callback(self._mapped.close)
+            self._drain()
+
+    @property
+    def _patience_s(self) -> float:
+        return self.timeout_s + max(self.timeout_s, GRACE_S)
+
+    def _drain(self) -> None:
+        """Wait for the device. Launches end in time; messages may have to be aborted."""
+        with futures.ThreadPoolExecutor(1) as worker:
+            done = worker.submit(self._synchronize)
+            try:
+                done.result(self._patience_s)
+            except futures.TimeoutError:
+                self.transport.abort()
+                done.result()
+
+    def _synchronize(self) -> None:
         with device_guard(self.device):
             import_cupy().cuda.runtime.deviceSynchronize()
-        self._wait_for_others()  # all have read what this rank sent
-        self._resources.close()
 
-    def _wait_for_others(self) -> None:
-        if not self._has_failed():
-            self.group.barrier()
+    def _meet(self) -> None:
+        """Wait until no rank writes into the memory of another any more."""
+        try:
+            self.group.rendezvous(self._patience_s)
+        except Exception as error:  # of whatever library the group is
+            self.transport.abort()
+            _logger.warning("%s: closing without all ranks: %s", OPERATION, error)
+        else:
+            self._is_written = False
+
+    def _free_memory(self) -> None:
+        if not self._is_written:
+            self._memory.free()
+            return
+        _logger.warning(
+            "%s: %d B of cuda:%d stay allocated, as other ranks may still write into them",
+            OPERATION,
+            self.layout.num_bytes,
+            self.device,
+        )
 
     def __enter__(self) -> FinalizeWorkspace:
         """Return the workspace."""
@@ -235,9 +295,13 @@ class FinalizeWorkspace:
         PeerTimeoutError
             An earlier call gave up.
         RuntimeError
-            The stream is captured into a graph that has a call on another stream, or the driver
-            refuses a launch.
+            The workspace is closed. The stream is captured into a graph that has a call on another
+            stream. The driver refuses a launch.
         """
+        if not self._is_open:
+            raise RuntimeError(
+                f"{OPERATION}: the workspace is closed. Make another one on every rank."
+            )
         self.check()
         self._num_calls += 1
         total = arrays.num_tokens
@@ -246,10 +310,12 @@ class FinalizeWorkspace:
         step = total if self.group.size == 1 else self.layout.token_capacity
         with device_guard(self.device):
             is_captured = self._order.before(stream)
-            for first in range(0, total, step):
-                self._run_tokens(call, first, min(step, total - first))
-            if not is_captured:
-                self._order.after(stream)
+            try:
+                for first in range(0, total, step):
+                    self._run_tokens(call, first, min(step, total - first))
+            finally:  # some launches of a call that fails may be under way
+                if not is_captured:
+                    self._order.after(stream)
 
     def _run_tokens(self, call: Call, first: int, count: int) -> None:
         for step in self.transport.steps(call.scheme, count):

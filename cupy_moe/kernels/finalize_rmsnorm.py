@@ -86,6 +86,7 @@ PARAMS = ParamLayout(
     ("weight_before_norm", "i32"),
     ("eps", "f32"),
     ("gain_center", "f32"),
+    ("is_shared", "i32"),
 )
 
 

@@ -33,7 +33,7 @@ from cupy_moe.testing.inputs import (
 from tests.emulated_ranks import run_ranks
 from tests.finalize_cases import BF16, NAN, FinalizeCase, golden_case, make_case, tricky_case
 from tests.finalize_layer import NORM, check_layer, finalized, shard_layer
-from tests.gpu.finalize_ranks import LIMITS, GpuRank, to_bits
+from tests.gpu.finalize_ranks import LIMITS, GpuRank, check_slow_producer, to_bits
 
 
 def device_of(rank: int) -> int:
@@ -170,7 +170,9 @@ def killed(group: Group) -> None:
     assert time.monotonic() - start < 20
     with cupy.cuda.Device(rank.device):
         assert int(cupy.arange(100).sum()) == 4950
-    rank.workspace.close()
+    start = time.monotonic()
+    rank.workspace.close()  # waits for the killed one, but not for long
+    assert time.monotonic() - start < 12
 
 
 def raises_first(group: Group) -> None:
@@ -187,7 +189,19 @@ def raises_first(group: Group) -> None:
         with pytest.raises(PeerTimeoutError) as caught:
             rank.synchronize()
         assert caught.value.peer == 0
-    group.barrier()
+    rank.workspace.close()
+    again = GpuRank(group, case, device_of(group.rank))
+    case.check(again.run(case)[0])
+    again.workspace.close()
+
+
+def slow_producer(group: Group) -> None:
+    """Programmatic dependent launch, which ranks that share a GPU do without."""
+    case = make_case(group.size, 1, hidden_size=1024)
+    for in_graph in (False, True):
+        rank = GpuRank(group, case, device_of(group.rank))
+        check_slow_producer(rank, case, in_graph)
+        rank.workspace.close()
 
 
 def no_memory(group: Group) -> None:
@@ -309,6 +323,7 @@ SCENARIOS: dict[str, Any] = {
         nccl,
         killed,
         raises_first,
+        slow_producer,
         no_memory,
         allocators,
         two_groups,

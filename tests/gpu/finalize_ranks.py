@@ -97,6 +97,66 @@ def to_bits(out: Any) -> np.ndarray:
     return np.asarray(out.view(np.uint16).get())
 
 
+PRODUCER = r"""
+extern "C" __global__ void produce(const uint4* from, uint4* to, int count, int microseconds) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (int i = 0; i < microseconds; ++i) __nanosleep(1000);
+  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
+}
+"""
+
+
+def check_slow_producer(rank: GpuRank, case: FinalizeCase, in_graph: bool) -> None:
+    """Calls behind a kernel that lets them start before it has written the rows."""
+    import cupy
+
+    with cupy.cuda.Device(rank.device) as device:
+        if int(device.compute_capability) < 90:
+            pytest.skip("programmatic dependent launch needs compute capability 9.0")
+        source, *others = rank.upload(case)
+        rows, out = cupy.empty_like(source.view(np.uint16)), rank.output(case)
+        copied = cupy.empty_like(out.view(np.uint16))
+        producer, count = cupy.RawKernel(PRODUCER, "produce"), rows.nbytes // 16
+
+        def produce() -> None:
+            rows.fill(0x7FC1)
+            sizes = (np.int32(count), np.int32(100))
+            producer((1,), (256,), (source.view(np.uint16), rows, *sizes))
+
+        def step() -> None:
+            produce()
+            rank.enqueue(case, (rows.view(source.dtype), *others), out)
+
+        def consume() -> None:
+            copied[...] = out.view(np.uint16)
+            out.view(np.uint16).fill(0)
+
+        with rank.own_stream as stream:
+            produce()
+            consume()  # both compiled before any rank waits for another
+            rank.synchronize()
+            rank.group.barrier()
+            step()
+            consume()
+            rank.synchronize()
+            expected = copied.get()
+            case.check(expected)
+            rank.group.barrier()
+            if in_graph:
+                stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+                step()
+                graph = stream.end_capture()
+                rank.group.barrier()
+            for _ in range(30):
+                if in_graph:
+                    graph.launch(stream)
+                else:
+                    step()
+                consume()
+                rank.synchronize()
+                np.testing.assert_array_equal(copied.get(), expected)
+
+
 @contextmanager
 def green_streams(num_ranks: int) -> Iterator[list[int]]:
     """Streams of disjoint parts of the GPU."""

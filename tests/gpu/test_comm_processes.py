@@ -20,6 +20,7 @@ SESSION = (
     "layer",
     "allocators",
     "raises_first",
+    "slow_producer",
     "nccl",
 )
 
@@ -34,7 +35,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What the ranks of the session printed."""
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     folder = tmp_path_factory.mktemp("store")
-    return run_processes(",".join(SESSION), folder, timeout_s=40.0, **setting)
+    return run_processes(",".join(SESSION), folder, timeout_s=60.0, **setting)
 
 
 @pytest.mark.parametrize("scenario", SESSION)
@@ -46,6 +47,6 @@ def test_two_processes(scenario: str, session: list[str]) -> None:
 
 
 def test_a_killed_process(tmp_path: Path) -> None:
-    alive, killed = run_processes("killed", tmp_path)
+    alive, killed = run_processes("killed", tmp_path, timeout_s=40.0)
     assert_done([alive], "killed")
     assert "DONE" not in killed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -12,12 +13,18 @@ import numpy as np
 import pytest
 
 from cupy_moe.comm.errors import PeerTimeoutError
-from cupy_moe.comm.groups import Group
+from cupy_moe.comm.groups import Group, ThreadGroup
 from cupy_moe.comm.layout import SchemeLimits
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
 from tests.emulated_ranks import run_ranks
-from tests.finalize_cases import assert_all_equal, golden_case, make_case, tricky_case
-from tests.gpu.finalize_ranks import LIMITS, GpuRank, green_streams, to_bits
+from tests.finalize_cases import NAN, assert_all_equal, golden_case, make_case, tricky_case
+from tests.gpu.finalize_ranks import (
+    LIMITS,
+    GpuRank,
+    check_slow_producer,
+    green_streams,
+    to_bits,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +38,7 @@ def cupy() -> Any:
 
 def run_on_gpu(size: int, work: Any) -> list[Any]:
     """Threads as ranks; what hangs has failed after some seconds."""
-    return run_ranks(size, work, timeout_s=10.0)
+    return run_ranks(size, work, timeout_s=20.0)
 
 
 def check_all(cases: list[Any], num_calls: int = 3, **options: Any) -> list[np.ndarray]:
@@ -170,7 +177,23 @@ def test_eager_calls_and_graphs_of_one_to_three_calls(cupy: Any) -> None:
                 for call in calls[-count:]:
                     rank.enqueue(*call)
                 graphs[name] = stream.end_capture()
-        delay = random.Random(group.rank)
+        written = {"eager": calls[:1], "one": calls[-1:], "two": calls[-2:], "three": calls[-3:]}
+        kept = [
+            (case, out.view(np.uint16).copy())
+            for item in sequence
+            for case, _, out in written[item]
+        ]
+
+        def keep(name: str, free: Iterator[Any]) -> None:
+            """Copy what an item wrote, and write NaN over it."""
+            with rank.own_stream:
+                for _, _, out in written[name]:
+                    next(free)[1][...] = out.view(np.uint16)
+                    out.view(np.uint16).fill(NAN)
+
+        keep("three", iter(kept))  # compiled before any rank waits for another
+        rank.synchronize()
+        delay, free = random.Random(group.rank), iter(kept)
         group.barrier()
         for item in sequence:
             time.sleep(delay.choice([0, 0, 0.002]))
@@ -178,9 +201,10 @@ def test_eager_calls_and_graphs_of_one_to_three_calls(cupy: Any) -> None:
                 rank.enqueue(*calls[0])
             else:
                 graphs[item].launch(rank.own_stream)
+            keep(item, free)
         rank.synchronize()
-        for case, _, out in calls:
-            case.check(to_bits(out))
+        for case, out in kept:
+            case.check(out.get())
         rank.workspace.close()
 
     run_on_gpu(2, work)
@@ -266,56 +290,36 @@ def test_two_streams_in_one_capture(cupy: Any) -> None:
     run_on_gpu(1, work)
 
 
-PRODUCER = r"""
-extern "C" __global__ void produce(const uint4* from, uint4* to, int count, int microseconds) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  for (int i = 0; i < microseconds; ++i) __nanosleep(1000);
-  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
-}
-"""
-
-
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_a_slow_producer_that_lets_its_successor_start(in_graph: bool, cupy: Any) -> None:
-    if int(cupy.cuda.Device(0).compute_capability) < 90:
-        pytest.skip("programmatic dependent launch needs compute capability 9.0")
-    produce = cupy.RawKernel(PRODUCER, "produce")
-    case = make_case(1, 1, hidden_size=1024)
+def test_a_slow_producer_that_lets_its_successor_start(in_graph: bool, num_ranks: int) -> None:
+    case = make_case(num_ranks, 1, hidden_size=1024)
 
     def work(group: Group) -> None:
         rank = GpuRank(group, case)
-        source, *others = rank.upload(case)
-        rows, out = cupy.empty_like(source.view(np.uint16)), rank.output(case)
-        count = rows.nbytes // 16
-
-        def step() -> None:
-            with rank.own_stream:
-                rows.fill(0x7FC1)
-                sizes = (np.int32(count), np.int32(100))
-                produce((1,), (256,), (source.view(np.uint16), rows, *sizes))
-            rank.enqueue(case, (rows.view(source.dtype), *others), out)
-
-        with rank.own_stream as stream:
-            step()
-            rank.synchronize()
-            case.check(to_bits(out))
-            if in_graph:
-                stream.begin_capture()
-                step()
-                graph = stream.end_capture()
-            expected = to_bits(out)
-            for _ in range(30):
-                out.view(np.uint16).fill(0)
-                if in_graph:
-                    graph.launch(stream)
-                else:
-                    step()
-                copied = out.view(np.uint16).copy()  # the consumer
-                rank.synchronize()
-                np.testing.assert_array_equal(copied.get(), expected)
+        check_slow_producer(rank, case, in_graph)
         rank.workspace.close()
 
-    run_on_gpu(1, work)
+    run_on_gpu(num_ranks, work)
+
+
+def test_two_groups_of_threads_share_the_gpu(cupy: Any) -> None:
+    case = make_case(2, 64, hidden_size=4096)
+    pairs = [ThreadGroup(2), ThreadGroup(2)]
+
+    def work(thread: Group) -> None:
+        rank = GpuRank(pairs[thread.rank // 2].ranks[thread.rank % 2], case)
+        arrays, outputs = rank.upload(case), [rank.output(case) for _ in range(30)]
+        thread.barrier()
+        for out in outputs:
+            rank.enqueue(case, arrays, out)
+        rank.synchronize()
+        for out in outputs:
+            case.check(to_bits(out))
+        thread.barrier()
+        rank.workspace.close()
+
+    run_on_gpu(4, work)
 
 
 # --- ranks that do not come -----------------------------------------------------------------------
@@ -343,8 +347,29 @@ def test_a_rank_that_does_not_come(scheme: FinalizeScheme, cupy: Any) -> None:
             with pytest.raises(PeerTimeoutError):
                 rank.enqueue(case, arrays, outs[0])
             assert int(cupy.arange(10).sum()) == 45  # the GPU works on
-            rank.workspace.close()
-        group.barrier()
+        rank.workspace.close()
+        again = GpuRank(group, case, limits=LIMITS[scheme])
+        case.check(again.run(case)[0])
+        again.workspace.close()
+
+    run_on_gpu(2, work)
+
+
+@pytest.mark.parametrize("scheme", [FinalizeScheme.TokenOwner, FinalizeScheme.ExpertOwner])
+def test_a_late_rank_hears_that_the_other_has_given_up(scheme: FinalizeScheme, cupy: Any) -> None:
+    case = make_case(2, 6, hidden_size=1024)
+
+    def work(group: Group) -> None:
+        rank = GpuRank(group, case, limits=LIMITS[scheme], timeout_s=0.3)
+        case.check(rank.run(case)[0])
+        arrays, out = rank.upload(case), rank.output(case)
+        for number in (1, 0):  # one after the other
+            group.barrier()
+            if number == group.rank:
+                rank.enqueue(case, arrays, out)
+                with pytest.raises(PeerTimeoutError):
+                    rank.synchronize()
+        rank.workspace.close()
 
     run_on_gpu(2, work)
 

@@ -5,6 +5,7 @@
 namespace cupy_moe::ptx {
 
 inline void barrier_cluster_arrive() {}
+inline void barrier_cluster_arrive_relaxed() {}
 inline void barrier_cluster_wait() { emulator::cluster->barrier.arrive_and_wait(); }
 inline i32 cluster_nctarank() { return static_cast<i32>(emulator::cluster->blocks.size()); }
 inline i32 cluster_ctarank() { return emulator::rank_in_cluster; }
