@@ -278,15 +278,20 @@ def add_rerun(rerun_path: Path, reason: str, report_path: Path = REPORT) -> None
     Raises
     ------
     ValueError
-        If the runs do not belong together, or the second one holds other tests than failed ones.
+        If the report is not one of a failed suite, the runs do not belong together, or the second
+        one holds other tests than failed ones, or one that it skipped.
     """
     report, rerun = (json.loads(path.read_text()) for path in (report_path, rerun_path))
+    if report["status"] != "failed":
+        raise ValueError(f"the report is {report['status']}: there is nothing to run again")
     for what in ("tree", "environment"):
         if report[what] != rerun[what]:
             raise ValueError(f"the runs differ in {what}: {report[what]} and {rerun[what]}")
     others = sorted(rerun["tests"].keys() - set(_ended(report, "failed")))
     if others:
         raise ValueError(f"tests that had not failed in the report: {', '.join(others)}")
+    if skipped := _ended(rerun, "skipped"):
+        raise ValueError(f"tests that the second run skipped: {', '.join(skipped)}")
     report["tests"] |= rerun["tests"]
     report["errors"] |= rerun["errors"]
     report["benchmarks"] |= rerun["benchmarks"]

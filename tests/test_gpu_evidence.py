@@ -268,6 +268,34 @@ def test_reruns_of_other_sources_and_of_other_tests_are_refused(
     assert failed_once.read_text() == before
 
 
+def test_a_rerun_that_skips_does_not_stand_for_a_failed_test(
+    project: Path, failed_once: Path
+) -> None:
+    skips = PASSING.replace("assert case", 'case == "two" and pytest.skip("not today")')
+    (project / "tests/gpu/test_kernel.py").write_text(skips)
+    rerun = project / "rerun.json"
+    run_suite(project, path=rerun)
+    outcomes = json.loads(rerun.read_text())
+    outcomes["tests"] = {n: e for n, e in outcomes["tests"].items() if n.endswith("[two]")}
+    rerun.write_text(json.dumps(outcomes))
+    with pytest.raises(ValueError, match=r"skipped: .*test_kernel\[two\]"):
+        add_rerun(rerun, "why", failed_once)
+    assert check(failed_once, project)[0] == 1
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["passed", "unverified"])
+def test_only_a_failed_suite_takes_a_rerun(project: Path, marked: bool) -> None:
+    run_suite(project)
+    if marked:
+        mark_unverified("no GPU at hand", report_of(project), project)
+    before = report_of(project).read_text()
+    rerun = project / "rerun.json"
+    run_suite(project, str(project / TWO), path=rerun)
+    with pytest.raises(ValueError, match="unverified" if marked else "passed"):
+        add_rerun(rerun, "why", report_of(project))
+    assert report_of(project).read_text() == before
+
+
 # --- what tests record ------------------------------------------------------------------------
 
 
