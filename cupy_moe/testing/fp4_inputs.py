@@ -18,7 +18,7 @@ from cupy_moe.weights import (
     shard_prepared_moe_weights,
 )
 
-__all__ = ["HOST_RESOURCES", "Fp4Sizes", "fp4_layer", "fp4_tokens"]
+__all__ = ["HOST_RESOURCES", "Fp4Sizes", "fp4_layer", "fp4_tokens", "partition_weights"]
 
 HOST_RESOURCES = MoePartitionResources((None, None))
 
@@ -99,7 +99,8 @@ def fp4_layer(
     if form == "whole":
         absent = ("gemm1_bias", "gemm2_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
         return dict.fromkeys(absent) | arguments | {"routing_input_mode": 2} | options
-    return arguments | _shards(mode, form, sizes, arguments) | options
+    shards = partition_weights(mode, form, sizes, arguments)
+    return arguments | shards | {"partition_resources": HOST_RESOURCES} | options
 
 
 def fp4_tokens(mode: str, tokens: int, hidden: int, rng: Any, xp: Any) -> tuple[Any, Any]:
@@ -133,7 +134,10 @@ def _matrix(
     return packed, codes.astype(np.uint8)
 
 
-def _shards(mode: str, strategy: str, sizes: Fp4Sizes, arguments: dict[str, Any]) -> dict[str, Any]:
+def partition_weights(
+    mode: str, strategy: str, sizes: Fp4Sizes, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Cut the weights of a whole layer: arguments of the partitioned one that differ."""
     block = sizes.block_bytes or None
     fc1, fc2 = prepared_weight_layouts(
         weight_dtype="uint8",
@@ -159,6 +163,5 @@ def _shards(mode: str, strategy: str, sizes: Fp4Sizes, arguments: dict[str, Any]
         "gemm2_weights": cut.fc2,
         "gemm1_weights_scale": cut.fc1_scale,
         "gemm2_weights_scale": cut.fc2_scale,
-        "partition_resources": HOST_RESOURCES,
         "partition_strategy": strategy,
     }
