@@ -24,7 +24,7 @@ struct Params {
   i32* expanded_to_permuted;  // [num_slots] row of the slot, or -1
   i32* permuted_to_expanded;  // [padded rows] slot of the row, or -1 for padding
   int4* tile_info;            // [token tiles] expert, its first tile, its tiles, rows in use
-  i32* schedule;              // [5] token tiles in use; tile counters of FC1, FC2 and both again: 0
+  i32* schedule;              // [5] token tiles in use, tile counters of two FC1 and FC2: 0
   i32 num_slots;
   i32 local_num_experts;
   i32 local_expert_offset;

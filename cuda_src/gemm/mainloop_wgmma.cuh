@@ -99,7 +99,7 @@ struct MainloopWgmma {
             load_token_scale<Config>(p, smem, tile.first_row + group.thread);
       }
       Accumulators acc;  // of columns in use
-      Products::multiply(smem, ring, index, Feed::num_windows(p), tile.num_rows, acc);
+      Products::multiply(smem, ring, tile, index, Feed::num_windows(p), acc);
       if constexpr (kIsFc1<Config>) group.sync();  // token_scale
       epilogue(tile, group, acc, scales);
     }

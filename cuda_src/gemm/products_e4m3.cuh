@@ -6,6 +6,7 @@
 
 #include "common/types.cuh"
 #include "gemm/feed_wgmma.cuh"
+#include "gemm/scheduler.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -60,15 +61,15 @@ struct ProductsE4m3 {
   }
 
   // The narrowest product that covers the rows in use: padding costs no tensor-core time.
-  __device__ static void multiply(Smem& smem, Ring& ring, i32 group, i32 num_steps, i32 num_rows,
-                                  Accumulators& acc) {
+  __device__ static void multiply(Smem& smem, Ring& ring, const Tile& tile, i32 group,
+                                  i32 num_steps, Accumulators& acc) {
     if constexpr (Config::kTileN == 128) {
-      if (num_rows <= 32) return multiply_columns<32>(smem, ring, group, num_steps, acc);
-      if (num_rows <= 64) return multiply_columns<64>(smem, ring, group, num_steps, acc);
-      if (num_rows <= 96) return multiply_columns<96>(smem, ring, group, num_steps, acc);
+      if (tile.num_rows <= 32) return multiply_columns<32>(smem, ring, group, num_steps, acc);
+      if (tile.num_rows <= 64) return multiply_columns<64>(smem, ring, group, num_steps, acc);
+      if (tile.num_rows <= 96) return multiply_columns<96>(smem, ring, group, num_steps, acc);
     }
     if constexpr (Config::kTileN == 64) {
-      if (num_rows <= 32) return multiply_columns<32>(smem, ring, group, num_steps, acc);
+      if (tile.num_rows <= 32) return multiply_columns<32>(smem, ring, group, num_steps, acc);
     }
     multiply_columns<Config::kTileN>(smem, ring, group, num_steps, acc);
   }

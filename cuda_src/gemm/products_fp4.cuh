@@ -9,6 +9,7 @@
 #include "common/types.cuh"
 #include "formats/e2m1.cuh"
 #include "gemm/feed_wgmma.cuh"
+#include "gemm/scheduler.cuh"
 #include "gemm/stage_fp4.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
@@ -61,14 +62,16 @@ struct ProductsFp4 {
     i32 scales;
     i32 group_scales;  // of 64 or 128 rows, spread over a warp
 
-    __device__ explicit Place(i32 group) {
+    // The scales of a tile of 64 rows are in one half of theirs.
+    __device__ Place(const Tile& tile, i32 group) {
+      const i32 scaled_row = tile.m_tile * Config::kTileM % Stage::kScaleTileRows;
       const i32 lane = static_cast<i32>(threadIdx.x) % 32;
       const i32 warp = static_cast<i32>(threadIdx.x) / 32 % 4;
       const i32 row = group * kGroupRows + 16 * warp + lane / 4;
       const i32 column = lane % 4 * 16 / Scale::kBlock;
       codes = row * Stage::kBoxRowBytes + lane % 4 * 8;
-      scales = Stage::kCodeBytes + scale_row(row) + column;
-      group_scales = Stage::kCodeBytes + scale_row(group * kGroupRows) + lane * 16;
+      scales = Stage::kCodeBytes + scale_row(scaled_row + row) + column;
+      group_scales = Stage::kCodeBytes + scale_row(scaled_row + group * kGroupRows) + lane * 16;
     }
 
     // Of the scales of a row in the first tile that has it.
@@ -209,12 +212,13 @@ struct ProductsFp4 {
     }
   }
 
-  // acc = weights[kGroupRows, K] * tokens[num_rows, K]^T; columns not in use get anything.
-  __device__ static void multiply(Smem& smem, Ring& ring, i32 group, i32 num_windows, i32 num_rows,
-                                  Accumulators& acc) {
+  // acc = weights[kGroupRows, K] * tokens[num_rows, K]^T of a tile; columns not in use get
+  // anything.
+  __device__ static void multiply(Smem& smem, Ring& ring, const Tile& tile, i32 group,
+                                  i32 num_windows, Accumulators& acc) {
     const ptx::Swizzle128Operand tokens(smem.tokens[0]);
-    const Place place(group);
-    const i32 num_columns = __shfl_sync(~0u, num_rows, 0);  // lets the compiler see uniformity
+    const Place place(tile, group);
+    const i32 num_columns = __shfl_sync(~0u, tile.num_rows, 0);  // lets the compiler see uniformity
     auto release = [&](i32 slot) {
       if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&smem.empty[slot]);
     };

@@ -71,6 +71,7 @@ _FP4_TILE_SHAPES = {
         TileShape(128, 32, groups=2, blocks=(2, 1)),
         TileShape(128, 64, groups=2),
         TileShape(256, 64, groups=2),
+        TileShape(128, 128, groups=2),
         TileShape(256, 128, groups=2),
     ),
 }
