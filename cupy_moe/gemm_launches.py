@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_moe.kernels.gemm_tiles import TILE_K, MainloopKind
+from cupy_moe.kernels.gemm_tiles import GemmStage, MainloopKind
 from cupy_moe.kernels.grouped_gemm import GemmConfig, bind_grouped_gemm, default_alpha_beta
-from cupy_moe.plan import MoePlan
+from cupy_moe.plan import GemmPart, MoePlan
 from cupy_moe.problem import Addresses, MatrixAddresses, MoeProblem, RoutingSource
 from cupy_moe.runtime.devices import device_guard
 from cupy_moe.runtime.jit import Function
 from cupy_moe.runtime.launch import BoundLaunch
-from cupy_moe.runtime.tensor_map import NO_TENSOR_MAP, encode_tensor_map
+from cupy_moe.runtime.tensor_map import NO_TENSOR_MAP, Swizzle, encode_tensor_map
 from cupy_moe.types import MoeFormat
 
 __all__ = ["Places", "bind_fc1", "bind_fc2"]
 
 _WHOLE_ROWS = 30  # as a shift: a block of K that no row is longer than
+_TOKEN_ROW_BYTES = 128  # of a box
+_FP4_BOX_BYTES = 64  # of a row of codes in a box: 128 of K, and no block of K is shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +41,48 @@ class Places:
 
 
 def _weight_map(
-    device: int, config: GemmConfig, weights: int, experts: int, rows: int, k: int
+    device: int, config: GemmConfig, weights: int, experts: int, part: GemmPart, block: int
 ) -> bytes:
-    """Map of [experts, rows, k] weights: boxes of tile_m rows by one step of K."""
+    """Map of [experts, K / block, rows, block] weights: boxes of tile_m rows.
+
+    E4M3 is cut into blocks of a step of K, FP4 only where its layout is BlockMajorK.
+    """
     if config.mainloop_kind is not MainloopKind.Wgmma:
         return NO_TENSOR_MAP
-    shape, strides = (TILE_K, rows, k // TILE_K, experts), (k, TILE_K, rows * k)
+    if config.moe_format.has_block_scales:
+        row_bytes = part.k // 2
+        block, swizzle = block or row_bytes, Swizzle.NONE
+        pitch, block_pitch = block, block * part.rows
+        box_bytes = _FP4_BOX_BYTES
+    else:
+        row_bytes, block, swizzle = part.k, config.tile_k, Swizzle.BYTES_128
+        pitch, block_pitch, box_bytes = row_bytes, block, block
+    shape = (block, part.rows, row_bytes // block, experts)
+    strides = (pitch, block_pitch, row_bytes * part.rows)
     with device_guard(device):
-        return encode_tensor_map(weights, shape, strides, (TILE_K, config.tile_m, 1, 1))
+        return encode_tensor_map(weights, shape, strides, (box_bytes, config.tile_m, 1, 1), swizzle)
 
 
-def _tile_counter(plan: MoePlan, config: GemmConfig, scratch: dict[str, int]) -> int:
-    """Address of a GEMM's counter: the number of token tiles, then FC1's and FC2's counters."""
-    return scratch["schedule"] + 4 * (1 + config.gemm_stage.value) if plan.take_tiles else 0
+def _tile_counter(plan: MoePlan, config: GemmConfig, scratch: dict[str, int], part: int) -> int:
+    """Address of a GEMM's counter: behind the number of token tiles, FC1's and FC2's of a part."""
+    if not plan.take_tiles:
+        return 0
+    return scratch["schedule"] + 4 * (1 + len(GemmStage) * part + config.gemm_stage.value)
 
 
-def _token_map(device: int, config: GemmConfig, address: int, rows: int, k: int) -> bytes:
-    """Map of [rows, k] tokens that are not gathered: boxes of rows by one step of K."""
+def _token_map(
+    device: int, config: GemmConfig, address: int, rows: int, row_bytes: int, pitch: int
+) -> bytes:
+    """Map of token rows that are not gathered: boxes of rows by 128 bytes."""
     if config.mainloop_kind is not MainloopKind.Wgmma or config.gather_tokens:
         return NO_TENSOR_MAP
+    box = (_TOKEN_ROW_BYTES, config.token_box)
     with device_guard(device):
-        return encode_tensor_map(address, (k, rows), (k,), (TILE_K, config.token_box))
+        return encode_tensor_map(address, (row_bytes, rows), (pitch,), box)
 
 
 def _shared_params(
-    problem: MoeProblem, plan: MoePlan, config: GemmConfig, places: Places
+    problem: MoeProblem, plan: MoePlan, config: GemmConfig, places: Places, part: int
 ) -> dict[str, int | float | bytes]:
     """Fields that do not depend on the matrix."""
     scratch, block = places.scratch, problem.weight_block_bytes
@@ -73,7 +92,7 @@ def _shared_params(
         "permuted_to_expanded": scratch.get("permuted_to_expanded", 0),
         "tile_info": scratch.get("tile_info", 0),
         "num_n_tiles": scratch.get("schedule", 0),
-        "tile_counter": _tile_counter(plan, config, scratch),
+        "tile_counter": _tile_counter(plan, config, scratch, part),
         "topk_ids": places.topk_ids,
         "expert_weights": places.expert_weights if packed else 0,
         "expanded_to_permuted": places.expanded_to_permuted,
@@ -113,6 +132,7 @@ def bind_fc1(
     """Bind FC1 with the activation, or what partition ``index`` computes of it."""
     part, matrix, at = plan.fc1_parts[index], places.matrix(index), places.at
     experts, element = problem.local_num_experts, _element_bytes(problem)
+    pitch, block = element * problem.hidden_size, problem.weight_block_bytes
     scaled = _uses_scalars(problem)
     return bind_grouped_gemm(
         function,
@@ -120,9 +140,11 @@ def bind_fc1(
         part.grid,
         stream=stream,
         pdl=pdl,
-        **_shared_params(problem, plan, plan.fc1, places),
-        token_map=_token_map(device, plan.fc1, places.tokens, plan.capacity, part.k),
-        weight_map=_weight_map(device, plan.fc1, matrix.gemm1_weights, experts, part.rows, part.k),
+        **_shared_params(problem, plan, plan.fc1, places, index),
+        token_map=_token_map(
+            device, plan.fc1, places.tokens, plan.capacity, element * part.k, pitch
+        ),
+        weight_map=_weight_map(device, plan.fc1, matrix.gemm1_weights, experts, part, block),
         weights=matrix.gemm1_weights,
         weight_scales=matrix.gemm1_scales,
         tokens=places.tokens,
@@ -135,7 +157,7 @@ def bind_fc1(
         output=places.scratch["intermediate"] + part.output_offset,
         m=part.rows,
         k=part.k,
-        token_pitch=element * problem.hidden_size,
+        token_pitch=pitch,
         output_pitch=element * problem.intermediate_size,
         prefetch_steps=plan.prefetch_steps,
     )
@@ -154,6 +176,7 @@ def bind_fc2(
     """Bind FC2, or what partition ``index`` computes of it."""
     part, matrix = plan.fc2_parts[index], places.matrix(index)
     experts, element = problem.local_num_experts, _element_bytes(problem)
+    pitch, block = element * problem.intermediate_size, problem.weight_block_bytes
     tokens = places.scratch["intermediate"] + part.token_offset
     output = places.scratch[part.output_buffer] if part.output_buffer else places.gemm2_output
     return bind_grouped_gemm(
@@ -162,9 +185,9 @@ def bind_fc2(
         part.grid,
         stream=stream,
         pdl=pdl,
-        **_shared_params(problem, plan, plan.fc2, places),
-        token_map=_token_map(device, plan.fc2, tokens, plan.capacity, part.k),
-        weight_map=_weight_map(device, plan.fc2, matrix.gemm2_weights, experts, part.rows, part.k),
+        **_shared_params(problem, plan, plan.fc2, places, index),
+        token_map=_token_map(device, plan.fc2, tokens, plan.capacity, element * part.k, pitch),
+        weight_map=_weight_map(device, plan.fc2, matrix.gemm2_weights, experts, part, block),
         weights=matrix.gemm2_weights,
         weight_scales=matrix.gemm2_scales,
         tokens=tokens,
@@ -177,7 +200,7 @@ def bind_fc2(
         output=output + part.output_offset,
         m=part.rows,
         k=part.k,
-        token_pitch=element * problem.intermediate_size,
+        token_pitch=pitch,
         output_pitch=2 * problem.hidden_size,
         prefetch_steps=0,
     )

@@ -49,11 +49,17 @@ class StageInputs:
 
     @property
     def tokens(self) -> int:
-        """What FC1 reads: the caller's array, its permuted copy, or what it was cast to."""
-        if self.plan.cast:
-            return self.scratch["tokens"]
-        # NOTE: the copy is dead when FC2 starts to write, and takes half of its output's bytes.
-        return self.gemm2_output if self.plan.expand else self.at.hidden_states
+        """What FC1 reads: the caller's array, what it was cast to, or a permuted copy of either."""
+        if not self.plan.expand:
+            return self.given_tokens
+        # NOTE: the copy is dead when FC2 starts to write its output, which takes no fewer bytes.
+        # Partial sums of one partition are written while the other one still reads.
+        return self.scratch.get("permuted_tokens") or self.gemm2_output
+
+    @property
+    def given_tokens(self) -> int:
+        """Tokens in the caller's order, as the main loop reads them."""
+        return self.scratch["tokens"] if self.plan.cast else self.at.hidden_states
 
     @property
     def gemm2_output(self) -> int:
@@ -133,21 +139,6 @@ def before_gemms(layer: StageInputs, stream: int) -> Iterator[BoundLaunch]:
             stream=stream,
             pdl=pdl,
         )
-    if functions.expand is not None and plan.expand is not None:
-        yield bind_expand(
-            functions.expand,
-            plan.expand,
-            plan.expand_grid,
-            hidden_states=at.hidden_states,
-            permuted_to_expanded=scratch["permuted_to_expanded"],
-            num_n_tiles=scratch["schedule"],
-            output=layer.tokens,
-            row_bytes=problem.hidden_size,
-            top_k=problem.top_k,
-            tile_n=plan.tile_n,
-            stream=stream,
-            pdl=pdl,
-        )
     if functions.cast is not None and plan.cast is not None:
         yield bind_cast(
             functions.cast,
@@ -155,12 +146,27 @@ def before_gemms(layer: StageInputs, stream: int) -> Iterator[BoundLaunch]:
             num_tokens=problem.num_tokens,
             hidden_states=at.hidden_states,
             scales=at.hidden_states_scale,
-            output=layer.tokens,
+            output=layer.given_tokens,
             topk_weights=at.unrounded_weights,
             expert_weights=layer.expert_weights if at.unrounded_weights else 0,
             hidden_size=problem.hidden_size,
             scale_pitch=problem.token_scale_pitch,
             top_k=problem.top_k,
+            stream=stream,
+            pdl=pdl,
+        )
+    if functions.expand is not None and plan.expand is not None:
+        yield bind_expand(
+            functions.expand,
+            plan.expand,
+            plan.expand_grid,
+            hidden_states=layer.given_tokens,
+            permuted_to_expanded=scratch["permuted_to_expanded"],
+            num_n_tiles=scratch["schedule"],
+            output=layer.tokens,
+            row_bytes=problem.hidden_size * (2 if plan.cast else 1),
+            top_k=problem.top_k,
+            tile_n=plan.tile_n,
             stream=stream,
             pdl=pdl,
         )
