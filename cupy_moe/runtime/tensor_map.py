@@ -75,7 +75,7 @@ def encode_tensor_map(
             [u32(extent) for extent in box],
             [u32(1)] * rank,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle[swizzle.value],
+            getattr(driver.CUtensorMapSwizzle, swizzle.value),
             # NOTE: fetching 256 bytes for a row of 128 costs 5 % of the bandwidth (H200).
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
