@@ -16,12 +16,12 @@ from cupy_moe.fused_moe.fp8 import (
     trtllm_fp8_per_tensor_scale_moe,
     trtllm_fp8_per_tensor_scale_routed_moe,
 )
-from cupy_moe.fused_moe.partitions import MoePartitionResources
 from cupy_moe.fused_moe.planned import (
     PlannedMoe,
     plan_fp8_per_tensor_scale_moe,
     plan_fp8_per_tensor_scale_routed_moe,
 )
+from cupy_moe.partitions import MoePartitionResources
 from cupy_moe.types import ActivationType, RoutingInputMode, RoutingMethodType, WeightLayout
 from cupy_moe.weights.prepared import PreparedWeightLayout, prepared_weight_layouts
 from cupy_moe.weights.shards import MoeShardedWeights, shard_prepared_moe_weights
