@@ -18,7 +18,7 @@ from cupy_moe.weights import (
     shard_prepared_moe_weights,
 )
 
-__all__ = ["HOST_RESOURCES", "Fp4Sizes", "fp4_layer", "fp4_tokens"]
+__all__ = ["HOST_RESOURCES", "Fp4Sizes", "fp4_layer", "fp4_tokens", "partition_arguments"]
 
 HOST_RESOURCES = MoePartitionResources((None, None))
 
@@ -37,6 +37,11 @@ class Fp4Sizes:
     activation: ActivationType = ActivationType.Swiglu
     block_bytes: int = 0  # of BlockMajorK
     weights_dtype: str = "float32"
+
+    @property
+    def weight_layout(self) -> int:
+        """Number that the operations take."""
+        return int(WeightLayout.BlockMajorK if self.block_bytes else WeightLayout.MajorK)
 
     def __str__(self) -> str:
         """As a test's name."""
@@ -92,14 +97,12 @@ def fp4_layer(
         "local_num_experts": count,
         "routed_scaling_factor": None,
         "activation_type": int(sizes.activation),
-        "weight_layout": int(
-            WeightLayout.BlockMajorK if sizes.block_bytes else WeightLayout.MajorK
-        ),
+        "weight_layout": sizes.weight_layout,
     }
     if form == "whole":
         absent = ("gemm1_bias", "gemm2_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
         return dict.fromkeys(absent) | arguments | {"routing_input_mode": 2} | options
-    return arguments | _shards(mode, form, sizes, arguments) | options
+    return arguments | partition_arguments(mode, form, sizes, arguments) | options
 
 
 def fp4_tokens(mode: str, tokens: int, hidden: int, rng: Any, xp: Any) -> tuple[Any, Any]:
@@ -133,11 +136,14 @@ def _matrix(
     return packed, codes.astype(np.uint8)
 
 
-def _shards(mode: str, strategy: str, sizes: Fp4Sizes, arguments: dict[str, Any]) -> dict[str, Any]:
+def partition_arguments(
+    mode: str, strategy: str, sizes: Fp4Sizes, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Cut the weights among a whole layer's arguments; with resources for host memory."""
     block = sizes.block_bytes or None
     fc1, fc2 = prepared_weight_layouts(
         weight_dtype="uint8",
-        weight_layout=arguments["weight_layout"],
+        weight_layout=sizes.weight_layout,
         use_shuffled_weight=True,
         scale_k_group_size=16 if mode == "nvfp4" else 32,
         fc1_block_major_k_bytes=block,
