@@ -1,21 +1,24 @@
-"""What the benchmark of FP4 layers counts, and its table; needs no GPU."""
+"""FP4 layers of the benchmark: what is counted, and their definition against the reference."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("rich")
-
-from rich.console import Console
-
-from cupy_moe.bench.fp4 import FP4_WORKLOADS, Fp4Ceilings, Fp4Row, fp4_work, padded
-from cupy_moe.bench.rows import Timing
+from cupy_moe.bench.fp4 import FORMS, FP4_WORKLOADS, MODES, Fp4BenchLayer, fp4_work, padded
+from cupy_moe.bench.layers import LARGEST_REL_L2
+from cupy_moe.bench.torch_layer import layer_output
 from cupy_moe.bench.workloads import Workload
-from cupy_moe.cli.bench_fp4 import fp4_table
+from cupy_moe.testing.compare import compare
+from tests.fp4_bench_layer import host_layer, routing
 
-SMALL = Workload("small", "none", 256, 128, 4, 2, 4)
+torch = pytest.importorskip("torch")
+
+COUNTED = Workload("counted", "none", 256, 128, 4, 2, 4)
 ROUTING = np.array([[0, 1], [1, 3], [0, 3]], np.int32)  # three experts hit, six assignments
+CHECKED = [0, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +26,7 @@ ROUTING = np.array([[0, 1], [1, 3], [0, 3]], np.int32)  # three experts hit, six
     [("bf16", 4.25, 512), ("mxfp8", 4.25, 256 + 8), ("nvfp4", 4.5, 128 + 16)],
 )
 def test_bytes_include_the_scales(mode: str, bits_of_weight: float, token_bytes: int) -> None:
-    work = fp4_work(SMALL, mode, [ROUTING])
+    work = fp4_work(COUNTED, mode, [ROUTING])
     weights = 3 * 3 * 256 * 128 * bits_of_weight / 8
     assert work.num_bytes == weights + 3 * (token_bytes + 2 * 256)
     assert work.flops == 2 * 6 * 3 * 256 * 128
@@ -36,17 +39,57 @@ def test_sizes_are_padded_to_what_a_form_takes(form: str, size: int) -> None:
     assert padded(FP4_WORKLOADS["W-D"], form) == FP4_WORKLOADS["W-D"]
 
 
-def test_floor_and_table() -> None:
-    ceilings = Fp4Ceilings(read_bytes_per_s=1e12, bf16_flops_per_s=1e14)
-    work = fp4_work(SMALL, "bf16", [ROUTING])
-    floor_us = ceilings.floor_us(work)
-    assert floor_us == pytest.approx(1e6 * work.num_bytes / 1e12)
-    row = Fp4Row(SMALL, "bf16", "whole", 3, 4, work, floor_us, Timing(2 * floor_us, 1.0, 9.0))
-    figures = row.as_dict()
-    assert figures["share_of_floor"] == 0.5
-    assert figures["tb_per_s"] == pytest.approx(0.5)
-    console = Console(width=200, record=True, quiet=False)
-    console.print(fp4_table([row]))
-    text = console.export_text()
-    assert "small H256 I128 E4 K2" in text
-    assert "50%" in text
+# --- the definition -------------------------------------------------------------------------------
+
+
+def distance(layer: Fp4BenchLayer, judge: Fp4BenchLayer) -> float:
+    """Relative L2 distance of the operation's output from the definition of ``judge``."""
+    hidden, (ids, weights) = layer.make_hidden(5, seed=1), routing(5)
+    output = layer.call(hidden, ids, weights)()
+    expected = layer_output(judge, hidden, ids, weights, CHECKED)
+    assert expected.shape == (len(CHECKED), layer.workload.hidden_size)
+    return compare(output[CHECKED].float().numpy(), expected.numpy()).rel_l2
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", MODES)
+def test_definition_agrees_with_the_reference(mode: str, form: str) -> None:
+    layer = host_layer(mode, form)
+    assert distance(layer, layer) < LARGEST_REL_L2[mode] / 4
+
+
+def reverse_rows(whole: dict[str, Any]) -> None:
+    whole["gemm1_weights"] = whole["gemm1_weights"].flip(1)
+
+
+def swap_experts(whole: dict[str, Any]) -> None:
+    whole["gemm2_weights"] = whole["gemm2_weights"].roll(1, 0)
+
+
+def double_scales(whole: dict[str, Any]) -> None:
+    """E4M3 has three bits behind the exponent."""
+    step = 8 if whole["gemm2_weights_scale"].shape[-1] == 256 // 16 else 1
+    whole["gemm2_weights_scale"] = whole["gemm2_weights_scale"] + step
+
+
+@pytest.mark.parametrize("change", [reverse_rows, swap_experts, double_scales])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_wrong_layer_is_far(mode: str, change: Any) -> None:
+    layer, wrong = host_layer(mode), host_layer(mode)
+    change(wrong.whole)
+    assert distance(layer, wrong) > LARGEST_REL_L2[mode]
+
+
+def test_one_set_of_weights_serves_both_formats_of_tokens() -> None:
+    layer = host_layer("bf16").in_mode("mxfp8")
+    assert layer.whole is not host_layer("mxfp8").whole
+    assert torch.equal(layer.w1, host_layer("mxfp8").w1)
+    assert distance(layer, layer) < LARGEST_REL_L2["mxfp8"] / 4
+
+
+def test_batches_have_the_tokens_of_the_mode() -> None:
+    batch = host_layer("nvfp4").batch(4)
+    assert batch.num_tokens == 4
+    assert tuple(batch.hidden.values.shape) == (4, 128)
+    assert len(batch.routings) >= 4
+    assert batch.work == fp4_work(host_layer("nvfp4").workload, "nvfp4", batch.routings)

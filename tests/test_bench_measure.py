@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
+import gc
 import importlib.metadata
-import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from cupy_moe.bench import measure as module
 from cupy_moe.bench import timing
 from cupy_moe.bench.contenders import Contender
 from cupy_moe.bench.layers import Batch
 from cupy_moe.bench.workloads import WORKLOADS, make_routings, work_of
-from cupy_moe.cli import bench
-from tests.bench_rows import CEILINGS, fake_row
+from tests.bench_rows import CEILINGS
 
 torch = pytest.importorskip("torch")
 
@@ -186,13 +182,26 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "layer_output", lambda *_: torch.ones(1, 8))
 
 
-def measured(*peers: type[Contender]) -> Any:
-    routings = make_routings(WORKLOAD, 1)
-    weights = np.full((1, 8), 0.125, np.float32)
-    batch = Batch(torch.zeros(1, 4096), routings, weights, work_of(WORKLOAD, routings))
-    layer = SimpleNamespace(workload=WORKLOAD)
+LAYER: dict[str, Any] = {
+    "workload": WORKLOAD,
+    "name": "W-A",
+    "mode": "fp8",
+    "form": "whole",
+    "largest_rel_l2": 0.1,
+}
+
+
+def batch_of(num_tokens: int) -> Batch:
+    routings = make_routings(WORKLOAD, num_tokens)
+    weights = np.full((num_tokens, 8), 0.125, np.float32)
+    return Batch(torch.zeros(num_tokens, 4096), routings, weights, work_of(WORKLOAD, routings))
+
+
+def measured(*peers: type[Contender], **options: Any) -> Any:
+    layer = SimpleNamespace(**LAYER)
     loaded, failures = module._load(peers, layer)
-    return module.measure(layer, batch, CEILINGS, replays=3, peers=loaded, failures=failures)
+    arguments = {"replays": 3, "peers": loaded, "failures": failures} | options
+    return module.measure(layer, batch_of(1), CEILINGS, **arguments)
 
 
 @pytest.mark.usefixtures("_no_gpu")
@@ -287,47 +296,36 @@ def test_environment_names_what_compiles_and_launches(monkeypatch: pytest.Monkey
     }
 
 
-# --- the command ----------------------------------------------------------------------------------
+@pytest.mark.usefixtures("_no_gpu")
+def test_sustained_times_can_be_left_out() -> None:
+    assert measured(sustained=False).sustained_us is None
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
-    """Run ``bench fp8`` on rows that are given; an exception among them is raised there."""
+@pytest.mark.usefixtures("_no_gpu")
+def test_layers_are_made_and_measured_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[Any] = []
 
-    def run(*rows: Any) -> tuple[int, Path]:
-        def measure_all(*_: Any) -> Iterator[Any]:
-            for row in rows:
-                if isinstance(row, Exception):
-                    raise row
-                yield row
+    class Layer(SimpleNamespace):
+        def batch(self, num_tokens: int) -> Batch:
+            return batch_of(num_tokens)
 
-        replacements = {
-            "require_fp8_gpu": lambda: None,
-            "measure_ceilings": lambda: CEILINGS,
-            "free_memory": lambda: None,
-            "describe_environment": lambda contenders: {"gpu": "a GPU"},
-            "measure_all": measure_all,
-        }
-        for name, replacement in replacements.items():
-            monkeypatch.setattr(bench, name, replacement)
-        parser = argparse.ArgumentParser()
-        bench.add_parser(parser.add_subparsers())
-        path = tmp_path / "rows.json"
-        options = ["--peers", "none", "--workload", "W-A", "--json", str(path)]
-        args = parser.parse_args(["bench", "fp8", *options])
-        return args.run(args, Console(quiet=True)), path
+    def make(mode: str) -> Any:
+        assert all(layer() is None for layer in alive)
+        layer = Layer(**LAYER | {"mode": mode})
+        alive.append(weakref.ref(layer))
+        return layer
 
-    return run
-
-
-def test_exit_code_says_whether_a_peer_failed(run: Any) -> None:
-    good, bad = fake_row(peers={"Fast": 30.0}), fake_row(failures={"Fast": "no kernel"})
-    assert run(good)[0] == 0
-    assert run(bad, good)[0] == 1
-
-
-def test_rows_before_an_error_are_written(run: Any, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="the GPU is gone"):
-        run(fake_row(num_tokens=4), RuntimeError("the GPU is gone"))
-    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert row["tokens"] == 4
+    monkeypatch.setattr(module, "free_memory", gc.collect)
+    makers = [lambda: make("fp8"), lambda: make("bf16")]
+    rows = list(
+        module.measure_all(
+            makers, [1, 4], lambda layer: [Good] if layer.mode == "bf16" else [], CEILINGS, 3
+        )
+    )
+    assert [(row.mode, row.num_tokens) for row in rows] == [
+        ("fp8", 1),
+        ("fp8", 4),
+        ("bf16", 1),
+        ("bf16", 4),
+    ]
+    assert ["Good" in row.timings for row in rows] == [False, False, True, True]

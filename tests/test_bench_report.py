@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,26 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cupy_moe import pipeline
-from cupy_moe.bench import ceilings, contenders, sweep, timing
-from cupy_moe.bench.peers import PEERS, present_peers
-from cupy_moe.bench.report import by_workload, cells, headers, notes, peer_names, plot, write_json
+from cupy_moe.bench import ceilings, contenders, timing
+from cupy_moe.bench.peers import FP4_PEERS, FP8_PEERS, present_peers
+from cupy_moe.bench.report import by_layer, cells, headers, notes, peer_names, plot, write_json
 from cupy_moe.bench.rows import Timing
-from cupy_moe.bench.sweep import SweepRow, fastest_first, problem_of
 from cupy_moe.bench.timing import interleaved_us, sustained_us
-from cupy_moe.bench.workloads import TOKENS, WORKLOADS
-from cupy_moe.cli import bench
-from cupy_moe.problem import DeviceTraits
-from cupy_moe.tiling import tile_candidates
+from cupy_moe.cli import bench_layers
 from tests.bench_rows import fake_report, fake_row
-
-
-def printed(*renderables: Any) -> str:
-    console = Console(width=200)
-    with console.capture() as captured:
-        console.print(*renderables)
-    return captured.get()
-
 
 # --- rows -----------------------------------------------------------------------------------------
 
@@ -134,9 +120,10 @@ def test_dense_ceiling_is_the_faster_accumulation(
     )
     monkeypatch.setattr(ceilings, "interleaved_us", interleaved)
     monkeypatch.setattr(ceilings, "sustained_us", lambda work, rounds: 2 * us_of(work))
-    rested, sustained, is_fast = ceilings.dense_fp8_rates(size=100)
-    assert (rested, sustained) == (pytest.approx(2e6 / 10e-6), pytest.approx(2e6 / 20e-6))
-    assert is_fast is fast
+    rate = ceilings.dense_fp8(size=100)
+    assert rate.flops_per_s == pytest.approx(2e6 / 10e-6)
+    assert rate.sustained_flops_per_s == pytest.approx(2e6 / 20e-6)
+    assert rate.how == f"torch._scaled_mm {'with' if fast else 'without'} fast accumulation"
     assert sorted(ran[:2]) == [False, True]
 
 
@@ -151,23 +138,36 @@ def test_table_cells() -> None:
     ]
     peers = peer_names(rows)
     assert headers(rows)[-2:] == ["Fast, us", "/ ours"]
-    own = ["4.0", "25.0", "30.0", "3.20", "40", "20.0", "80%"]
+    own = ["4.0", "25.0", "30.0", "3.20", "80%", "40", "20.0", "80%"]
     assert cells(rows[0], peers) == ["16", *own, "30.0", "1.20"]
     assert cells(rows[1], peers) == ["64", *own, "failed: no kernel", ""]
     assert cells(rows[2], peers) == ["256", *own, "-", ""]
+
+
+def test_fp4_layers_have_tables_of_their_own() -> None:
+    """Without a sustained time there is none in the table."""
+    forms = [("bf16", "whole"), ("mxfp8", "whole"), ("mxfp8", "tp_n_tp_k")]
+    rows = [fake_row("W-D", mode=m, form=f, sustained_us=None) for m, f in forms for _ in range(2)]
+    titles = [title for title, group in by_layer(rows) if len(group) == 2]
+    assert [title.partition("K8, ")[2] for title in titles] == [
+        "FP4, bf16",
+        "FP4, mxfp8",
+        "FP4, mxfp8, in two partitions tp_n_tp_k",
+    ]
+    assert cells(rows[0], [])[2:4] == ["25.0", "-"]
 
 
 def test_printed_report_names_everyone() -> None:
     rows = [fake_row("W-A", peers={"Fast": 30.0}), fake_row("W-B", failures={"Fast": "no kernel"})]
     console = Console(width=200)
     with console.capture() as captured:
-        bench.show(fake_report(*rows), console)
+        bench_layers.show(fake_report(*rows), console)
     text = captured.get()
     for part in (
         "a GPU",
         "read 4.000 TB/s, dense FP8 1000 TFLOP/s after a rest, 800 sustained",
-        "torch._scaled_mm with fast accumulation, the faster",
-        "W-A: Qwen3-235B-A22B, H4096 I1536 E128 K8",
+        "(torch._scaled_mm with fast accumulation)",
+        "W-A: Qwen3-235B-A22B, H4096 I1536 E128 K8, FP8",
         "W-B: DeepSeek-V3",
         "1.20",
         "Fast: whole layer, tuned.",
@@ -193,9 +193,12 @@ def test_json_holds_every_figure(tmp_path: Path) -> None:
     read = json.loads((tmp_path / "rows.json").read_text())
     assert read["ceilings"] == {
         "read_tb_per_s": 4.0,
-        "fp8_tflops": 1000.0,
-        "sustained_fp8_tflops": 800.0,
-        "fp8_fast_accumulation": True,
+        "dense": {
+            "number_format": "FP8",
+            "how": "torch._scaled_mm with fast accumulation",
+            "tflops": 1000.0,
+            "sustained_tflops": 800.0,
+        },
     }
     assert read["missing"] == {"Absent": "absent is not installed: pip install absent"}
     first, second = read["rows"]
@@ -210,7 +213,7 @@ def test_plot_has_a_column_for_each_workload(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [fake_row(key, t, peers={"Fast": 30.0}) for key in ("W-A", "W-B") for t in (1, 16)]
     report = fake_report(*rows)
-    assert [len(group) for _, group in by_workload(report.rows)] == [2, 2]
+    assert [len(group) for _, group in by_layer(report.rows)] == [2, 2]
     plot(tmp_path / "bench.png", report)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
@@ -218,151 +221,37 @@ def test_plot_has_a_column_for_each_workload(tmp_path: Path) -> None:
 # --- peers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("key", "package"), [("humming", "humming-kernels"), ("flashinfer", "flashinfer-python")]
-)
-def test_missing_peers_are_named(key: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+EVERY_PEER = [
+    *(pytest.param(peer, id=f"fp8-{key}") for key, peer in FP8_PEERS.items()),
+    *(pytest.param(peer, id=f"fp4-{key}") for key, peer in FP4_PEERS.items()),
+]
+
+
+@pytest.mark.parametrize("peer", EVERY_PEER)
+def test_missing_peers_are_named(
+    peer: type[contenders.Contender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if peer.package == "torch":
+        torch = pytest.importorskip("torch")
+        needed = "_scaled_grouped_mm" if peer.name == "torch grouped GEMM" else "_grouped_mm"
+        monkeypatch.delattr(torch, needed)
+        reason = f"has no {needed}"
+    else:
+        reason = f"{peer.package} is not installed: pip install"
+
     def absent(name: str) -> str:
         raise contenders.PackageNotFoundError(name)
 
     monkeypatch.setattr(contenders, "version", absent)
-    present, missing = present_peers([key])
+    present, missing = present_peers([peer])
     assert present == []
-    assert missing.keys() == {PEERS[key].name}
-    assert f"{package} is not installed: pip install" in missing[PEERS[key].name]
+    assert missing.keys() == {peer.name}
+    assert reason in missing[peer.name]
 
 
-def test_a_torch_without_the_grouped_gemm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    monkeypatch.delattr(torch, "_scaled_grouped_mm")
-    _, missing = present_peers(["torch"])
-    assert "has no _scaled_grouped_mm" in missing["torch grouped GEMM"]
-
-
-def test_every_peer_says_what_is_timed() -> None:
-    for key, peer in PEERS.items():
+@pytest.mark.parametrize("peers", [FP8_PEERS, FP4_PEERS], ids=["fp8", "fp4"])
+def test_every_peer_says_what_is_timed(peers: dict[str, type[contenders.Contender]]) -> None:
+    assert len({peer.name for peer in peers.values()}) == len(peers)
+    for key, peer in peers.items():
         assert peer.key == key
         assert peer.scope.startswith("whole layer" if peer.whole_layer else "two GEMMs alone")
-
-
-# --- sweep ----------------------------------------------------------------------------------------
-
-
-def test_sweep_rows_are_ordered_and_printed() -> None:
-    workload = WORKLOADS["W-A"]
-    device = DeviceTraits(arch="sm_90a", num_sms=132)
-    tilings = tile_candidates(problem_of(workload, 64), device)
-    assert len(tilings) > 3
-    figures = [(90.0, None), (50.0, 48.0), (47.0, 48.0), (80.0, None)]
-    rows = fastest_first(
-        SweepRow(workload, 64, tiling, *times)
-        for tiling, times in zip(tilings[:4], figures, strict=True)
-    )
-    assert [row.us for row in rows] == [47.0, 50.0, 80.0, 90.0]
-    assert rows[0].ratio == pytest.approx(47 / 48)
-    text = printed(bench.sweep_table([rows]))
-    assert str(tilings[2]) in text
-    assert "0.979" in text
-    assert json.loads(json.dumps(rows[-1].as_dict()))["us_of_choice"] is None
-
-
-def test_sweep_repeats_close_tilings_against_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made-up times by token tile; the plan's choice takes 50."""
-    workload = WORKLOADS["W-A"]
-    tilings = tile_candidates(problem_of(workload, 64), DeviceTraits("sm_90a", 132))
-    us = {None: 50.0, **{tiling: 40.0 + tiling.tile_n for tiling in tilings}}
-
-    def capture(calls: list[Any]) -> SimpleNamespace:
-        return SimpleNamespace(replay=pipeline._tiling_override.get())
-
-    def interleaved(works: dict[str, Any], rounds: int, rest_s: float) -> dict[str, list[float]]:
-        return {name: [4 * us[tiling]] * rounds for name, tiling in works.items()}
-
-    class Ours:
-        def __init__(self, layer: Any) -> None:
-            pass
-
-        def prepare(self, *_: Any) -> Any:
-            return lambda: None
-
-    monkeypatch.setattr(sweep, "capture", capture)
-    monkeypatch.setattr(sweep, "interleaved_us", interleaved)
-    monkeypatch.setattr(sweep, "CupyMoe", Ours)
-    batch = SimpleNamespace(hidden=None, weights=None, routings=[None] * 4, num_tokens=64)
-    rows = sweep._sweep_batch(SimpleNamespace(workload=workload), batch, tilings, replays=3)
-    assert {row.tiling for row in rows} == set(tilings)
-    least = min(tiling.tile_n for tiling in tilings)
-    assert rows[0].tiling.tile_n == least
-    assert rows[0].ratio == pytest.approx((40 + least) / 50)
-    for row in rows:
-        is_close = us[row.tiling] <= sweep.CLOSE * (40 + least)
-        assert row.us_of_choice == (50.0 if is_close else None)
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-
-def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    bench.add_parser(parser.add_subparsers())
-    return parser.parse_args(["bench", *arguments])
-
-
-def test_options_have_defaults() -> None:
-    args = parse("fp8")
-    assert args.workload == ["W-A", "W-B", "mixtral", "llama4"]
-    assert args.tokens == [1, 4, 16, 64, 256, 1024, 4096, 8192, 16384]
-    assert args.peers == ["torch", "humming", "flashinfer"]
-
-
-@pytest.mark.parametrize("option", ["--workload=W-Z", "--tokens=0", "--peers=none-such"])
-def test_bad_options_are_refused(option: str) -> None:
-    with pytest.raises(SystemExit):
-        parse("fp8", option)
-
-
-def test_files_are_checked_before_the_work(tmp_path: Path) -> None:
-    args = parse("fp8", "--json", str(tmp_path / "no" / "rows.json"))
-    with pytest.raises(ValueError, match=r"rows.json does not exist"):
-        args.run(args, Console())
-
-
-def test_sweep_leaves_out_tiny_tiles_of_many_rows() -> None:
-    device = DeviceTraits("sm_90a", 132)
-    many = problem_of(WORKLOADS["W-A"], 8192)  # 512 rows an expert
-    assert {tiling.tile_n for tiling in sweep.sensible_candidates(many, device)} == {128}
-    few = problem_of(WORKLOADS["W-A"], 64)
-    assert sweep.sensible_candidates(few, device) == tile_candidates(few, device)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("key", WORKLOADS)
-def test_sweep_keeps_the_largest_token_tile(key: str, arch: str) -> None:
-    device = DeviceTraits(arch, 132)
-    for num_tokens in (*TOKENS, 1 << 20):
-        problem = problem_of(WORKLOADS[key], num_tokens)
-        every = tile_candidates(problem, device)
-        largest = max(tiling.tile_n for tiling in every)
-        kept = sweep.sensible_candidates(problem, device)
-        assert [t for t in every if t.tile_n == largest] == [t for t in kept if t.tile_n == largest]
-
-
-def test_batches_swept_before_an_error_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workload = WORKLOADS["W-A"]
-    tiling = tile_candidates(problem_of(workload, 64), DeviceTraits("sm_90a", 132))[0]
-
-    def fail_after_one(*_: Any) -> Iterator[list[SweepRow]]:
-        yield [SweepRow(workload, 64, tiling, 47.0, 48.0)]
-        raise RuntimeError("the GPU is gone")
-
-    monkeypatch.setattr(bench, "require_fp8_gpu", lambda: None)
-    monkeypatch.setattr(bench, "sweep", fail_after_one)
-    args = parse("sweep", "--json", str(tmp_path / "rows.json"))
-    console = Console(width=200)
-    with console.capture() as captured, pytest.raises(RuntimeError, match="the GPU is gone"):
-        args.run(args, console)
-    assert str(tiling) in captured.get()
-    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert row["us"] == 47.0

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_moe.bench.layers import BenchLayer
-from cupy_moe.bench.measure import LARGEST_REL_L2
+from cupy_moe.bench.fp8 import Fp8BenchLayer
+from cupy_moe.bench.layers import LARGEST_REL_L2, BenchLayer
 from cupy_moe.bench.torch_layer import layer_output, tokens_to_check
 from cupy_moe.bench.workloads import Workload
 from cupy_moe.fused_moe import trtllm_fp8_per_tensor_scale_routed_moe
@@ -32,9 +32,10 @@ def prepared() -> Fp8Layer:
     return make_fp8_layer(hidden_size=256, intermediate_size=128, num_experts=16, local=(0, 8))
 
 
-def on_host(prepared: Fp8Layer) -> BenchLayer:
+def on_host(prepared: Fp8Layer) -> Fp8BenchLayer:
     """The layer's other forms as host tensors, in place of the cached ones on a GPU."""
-    layer, weights = BenchLayer(WORKLOAD, prepared), prepared.weights
+    layer = Fp8BenchLayer(WORKLOAD, "fp8", "whole", prepared)
+    weights = prepared.weights
     vars(layer).update(
         w1=e4m3_tensor(unprepare_gemm1_weights(weights.gemm1_weights)),
         w2=e4m3_tensor(unprepare_gemm2_weights(weights.gemm2_weights)),
@@ -74,16 +75,16 @@ def test_a_token_without_local_experts_is_zero(prepared: Fp8Layer, batch: Any) -
     assert bool((output == 0).all())
 
 
-def swap_halves(layer: BenchLayer) -> None:
+def swap_halves(layer: Fp8BenchLayer) -> None:
     up, gate = layer.w1.view(torch.uint8).chunk(2, dim=1)
     vars(layer)["w1"] = torch.cat([gate, up], dim=1).view(torch.float8_e4m3fn)
 
 
-def swap_experts(layer: BenchLayer) -> None:
+def swap_experts(layer: Fp8BenchLayer) -> None:
     vars(layer)["w2"] = layer.w2.view(torch.uint8).roll(1, 0).view(torch.float8_e4m3fn)
 
 
-def scale(layer: BenchLayer) -> None:
+def scale(layer: Fp8BenchLayer) -> None:
     vars(layer)["fc1_factor"] = 1.2 * layer.fc1_factor
 
 
@@ -91,7 +92,7 @@ def scale(layer: BenchLayer) -> None:
 def test_a_wrong_layer_is_far(change: Any, prepared: Fp8Layer, batch: Any) -> None:
     layer = on_host(prepared)
     change(layer)
-    assert distance(layer, prepared, batch, [0, 3, 7, 11]) > LARGEST_REL_L2
+    assert distance(layer, prepared, batch, [0, 3, 7, 11]) > LARGEST_REL_L2["fp8"]
 
 
 # --- which tokens ---------------------------------------------------------------------------------

@@ -5,9 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_moe.bench.ceilings import Ceilings
-from cupy_moe.bench.peers.assignments import aligned_order, local_assignments
-from cupy_moe.bench.workloads import TOKENS, WORKLOADS, Workload, make_routings, work_of
+from cupy_moe.bench.ceilings import Ceilings, DenseRate
+from cupy_moe.bench.peers.assignments import aligned_order, expert_order, local_assignments
+from cupy_moe.bench.workloads import (
+    TOKENS,
+    WORKLOADS,
+    Work,
+    Workload,
+    make_routings,
+    work_of,
+)
 
 SMALL = Workload("small", "none", 256, 128, num_experts=16, top_k=4, local_num_experts=8)
 
@@ -63,14 +70,15 @@ def test_work_of_one_token() -> None:
 
 
 def test_floor_is_the_larger_bound() -> None:
-    ceilings = Ceilings(
-        read_bytes_per_s=4e12,
-        fp8_flops_per_s=1.5e15,
-        sustained_fp8_flops_per_s=1.2e15,
-        fp8_fast_accumulation=False,
-    )
-    assert ceilings.floor_us(num_bytes=400e6, flops=3e9) == pytest.approx(100)  # memory; 2 us
-    assert ceilings.floor_us(num_bytes=4e6, flops=3e12) == pytest.approx(2000)  # tensor cores
+    dense = DenseRate("BF16", "torch.matmul", flops_per_s=1.5e15, sustained_flops_per_s=1.2e15)
+    ceilings = Ceilings(read_bytes_per_s=4e12, dense=dense)
+
+    def work(num_bytes: float, flops: float) -> Work:
+        return Work(experts_hit=1, assignments=1, num_bytes=num_bytes, flops=flops)
+
+    assert ceilings.floor_us(work(400e6, 3e9)) == pytest.approx(100)  # memory; 2 us
+    assert ceilings.floor_us(work(4e6, 3e12)) == pytest.approx(2000)  # tensor cores
+    assert ceilings.read_us(work(4e6, 3e12)) == pytest.approx(1)
 
 
 # --- routings -------------------------------------------------------------------------------------
@@ -155,6 +163,15 @@ def test_local_assignments() -> None:
     assert assigned.experts.tolist() == [3, 1, 7, 3]
     assert assigned.row_of_slot.tolist() == [[-1, 0, -1, 1], [-1, -1, -1, -1], [2, -1, 3, -1]]
     assert not assigned.is_every_slot
+
+
+def test_assignments_in_the_order_of_the_experts() -> None:
+    """Of the same routing: experts 3, 1, 7, 3 of tokens 0, 0, 2, 2."""
+    ids = np.array([[9, 3, 8, 1], [8, 9, 10, 11], [7, 15, 3, 14]], np.int32)
+    assigned = expert_order(local_assignments(SMALL, ids))
+    assert assigned.experts.tolist() == [1, 3, 3, 7]
+    assert assigned.tokens.tolist() == [0, 0, 2, 2]
+    assert assigned.row_of_slot.tolist() == [[-1, 1, -1, 0], [-1, -1, -1, -1], [3, -1, 2, -1]]
 
 
 def test_all_slots_are_rows_where_all_experts_are_local() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cupy_moe.testing.compare import assert_bit_equal, compare
-from cupy_moe.testing.fp4_inputs import Fp4Sizes, partition_arguments
+from cupy_moe.testing.fp4_inputs import HOST_RESOURCES, Fp4Sizes, partition_weights
 from cupy_moe.testing.unquantized import unquantized_moe
 from cupy_moe.types import ActivationType
 from cupy_moe.weights import (
@@ -94,7 +94,8 @@ def layer(mode: str, form: str, offset: int = 0, count: int = EXPERTS) -> dict[s
         absent = ("gemm1_bias", "gemm2_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
         return arguments | dict.fromkeys(absent) | {"routing_input_mode": 2}
     sizes = Fp4Sizes(TOKENS, HIDDEN, INTERMEDIATE)
-    return arguments | partition_arguments(mode, form, sizes, arguments)
+    shards = partition_weights(mode, form, sizes, arguments)
+    return arguments | shards | {"partition_resources": HOST_RESOURCES}
 
 
 @each_form

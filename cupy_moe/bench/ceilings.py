@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from cupy_moe.bench.timing import interleaved_us, median_us, sustained_us
+from cupy_moe.bench.workloads import Work
 from cupy_moe.runtime.streams import cupy_stream
 
-__all__ = ["Ceilings", "copy_bandwidth", "dense_fp8_rates", "measure_ceilings", "read_bandwidth"]
+__all__ = ["Ceilings", "DenseRate", "copy_bandwidth", "dense_bf16", "dense_fp8", "read_bandwidth"]
 
 ROUNDS = 15
+SIZE = 8192  # of the matrices whose product is the ceiling of the tensor cores
 
 READ_KERNEL = r"""
 extern "C" __global__ void read_all(const uint4* data, long long count, unsigned* sink) {
@@ -30,33 +33,54 @@ extern "C" __global__ void read_all(const uint4* data, long long count, unsigned
 
 
 @dataclass(frozen=True)
-class Ceilings:
-    """Streaming read of 4 GiB, and torch's FP8 product of two 8192 x 8192 matrices.
-
-    The product after a rest, like the times that the floor is compared with, and back to back. Of
-    torch's two ways to accumulate the one that is faster after a rest is the ceiling: fast
-    accumulation leaves the sums in the tensor cores, the other promotes them to FP32 on the way.
+class DenseRate:
+    """FLOP per second of torch's product of two square matrices of random numbers.
 
     Attributes
     ----------
-    read_bytes_per_s, fp8_flops_per_s, sustained_fp8_flops_per_s : float
-    fp8_fast_accumulation : bool
-        Whether both FP8 rates are those of fast accumulation.
+    number_format : str
+        ``FP8`` or ``BF16``.
+    how : str
+        torch's function and its options.
+    flops_per_s, sustained_flops_per_s : float
+        After a rest, like the times that the floor is compared with, and back to back.
+    """
+
+    number_format: str
+    how: str
+    flops_per_s: float
+    sustained_flops_per_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, units in the keys."""
+        return {
+            "number_format": self.number_format,
+            "how": self.how,
+            "tflops": self.flops_per_s / 1e12,
+            "sustained_tflops": self.sustained_flops_per_s / 1e12,
+        }
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Streaming read of 4 GiB, and a dense product in the format that the layers multiply in.
+
+    Attributes
+    ----------
+    read_bytes_per_s : float
+    dense : DenseRate
     """
 
     read_bytes_per_s: float
-    fp8_flops_per_s: float
-    sustained_fp8_flops_per_s: float
-    fp8_fast_accumulation: bool
+    dense: DenseRate
 
-    def floor_us(self, num_bytes: float, flops: float) -> float:
+    def read_us(self, work: Work) -> float:
+        """Time of the bytes alone."""
+        return 1e6 * work.num_bytes / self.read_bytes_per_s
+
+    def floor_us(self, work: Work) -> float:
         """Time that neither memory nor tensor cores can beat."""
-        return 1e6 * max(num_bytes / self.read_bytes_per_s, flops / self.fp8_flops_per_s)
-
-
-def measure_ceilings() -> Ceilings:
-    """Measure both on the current device."""
-    return Ceilings(read_bandwidth(), *dense_fp8_rates())
+        return max(self.read_us(work), 1e6 * work.flops / self.dense.flops_per_s)
 
 
 def read_bandwidth(num_bytes: int = 4 << 30) -> float:
@@ -85,15 +109,11 @@ def copy_bandwidth(num_bytes: int = 2 << 30) -> float:
     return 2 * num_bytes / (1e-6 * median_us(lambda: target.copy_(source)))
 
 
-def dense_fp8_rates(size: int = 8192) -> tuple[float, float, bool]:
-    """FLOP per second of torch's FP8 matrix product on random data.
+def dense_fp8(size: int = SIZE) -> DenseRate:
+    """Rate of E4M3 matrices, by the one of torch's two accumulations that is faster after a rest.
 
-    Returns
-    -------
-    rested, sustained : float
-        Both of the accumulation that is faster after a rest.
-    fast_accumulation : bool
-        Whether that is ``use_fast_accum=True``.
+    Fast accumulation leaves the sums in the tensor cores, the other promotes them to FP32 on the
+    way.
     """
     import torch
 
@@ -106,9 +126,25 @@ def dense_fp8_rates(size: int = 8192) -> tuple[float, float, bool]:
         options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
         return lambda: torch._scaled_mm(a, b.t(), use_fast_accum=fast, **options)
 
-    works = {"promoted": product(False), "fast": product(True)}
-    rested = {name: median(us) for name, us in interleaved_us(works, ROUNDS).items()}
+    works = {
+        "torch._scaled_mm without fast accumulation": product(False),
+        "torch._scaled_mm with fast accumulation": product(True),
+    }
+    return _fastest("FP8", works, size)
+
+
+def dense_bf16(size: int = SIZE) -> DenseRate:
+    """Rate of BF16 matrices."""
+    import torch
+
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return _fastest("BF16", {"torch.matmul": lambda: a @ b.t()}, size)
+
+
+def _fastest(number_format: str, works: dict[str, Callable[[], Any]], size: int) -> DenseRate:
+    rested = {how: median(us) for how, us in interleaved_us(works, ROUNDS).items()}
     faster = min(rested, key=rested.__getitem__)
     sustained = sustained_us(works[faster], ROUNDS)
     flops = 2 * size**3
-    return flops / (1e-6 * rested[faster]), flops / (1e-6 * sustained), faster == "fast"
+    rates = flops / (1e-6 * rested[faster]), flops / (1e-6 * sustained)
+    return DenseRate(number_format, faster, *rates)

@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 
 from cupy_moe.bench.layers import BenchLayer
 from cupy_moe.bench.workloads import Ids
-from cupy_moe.fused_moe import trtllm_fp8_per_tensor_scale_routed_moe
-from cupy_moe.testing.inputs import Arguments, move_arguments
-from cupy_moe.weights import pack_topk_ids
 
 __all__ = ["Contender", "CupyMoe", "installed"]
 
@@ -46,8 +43,8 @@ class Contender(ABC):
         """Why it cannot run here; None if it can."""
 
     @abstractmethod
-    def __init__(self, layer: BenchLayer) -> None:
-        """Convert the layer's weights."""
+    def __init__(self, layer: Any) -> None:
+        """Convert the weights of a `BenchLayer` of the kind that it is a peer for."""
 
     @abstractmethod
     def prepare(self, hidden: Any, ids: Ids, weights: NDArray[np.float32]) -> Callable[[], Any]:
@@ -55,7 +52,8 @@ class Contender(ABC):
 
         Parameters
         ----------
-        hidden : torch.Tensor (T, H), float8_e4m3fn
+        hidden : torch.Tensor or tuple of them
+            T hidden states of the layer.
         ids, weights : numpy.ndarray (T, K)
 
         Returns
@@ -75,12 +73,12 @@ def installed(package: str) -> str | None:
 
 
 class CupyMoe(Contender):
-    """The operation of this package, from packed routing words to the output."""
+    """The operation of this package, from given routing to the output."""
 
     key = "cupy_moe"
     name = "cupy_moe"
     package = "cupy-moe"
-    scope = "whole layer, routing words to output, sorting by expert included"
+    scope = "whole layer, given routing to output, sorting by expert included"
 
     @classmethod
     def missing(cls) -> str | None:
@@ -91,15 +89,6 @@ class CupyMoe(Contender):
         """Take the prepared weights as they are."""
         self._layer = layer
 
-    def arguments(self, hidden: Any, ids: Ids, weights: NDArray[np.float32]) -> Arguments:
-        """Keyword arguments of the operation, torch tensors."""
-        call = self._layer.prepared.arguments(hidden, pack_topk_ids(ids, weights))
-        return move_arguments(call, "torch")
-
     def prepare(self, hidden: Any, ids: Ids, weights: NDArray[np.float32]) -> Callable[[], Any]:
-        """Call with an output of its own, NaN until it has run."""
-        import torch
-
-        arguments = self.arguments(hidden, ids, weights)
-        output = torch.full(hidden.shape, torch.nan, dtype=torch.bfloat16, device=hidden.device)
-        return lambda: trtllm_fp8_per_tensor_scale_routed_moe(**arguments, output=output)
+        """Call with an output of its own."""
+        return self._layer.call(hidden, ids, weights)

@@ -161,7 +161,8 @@ def _measure(row: FinalizeRow, replays: int) -> FinalizeRow:
     }
     for name, make in contenders.items():
         try:
-            graph = _captured(make(), num_calls)
+            work = make()  # kept: the graph refers to memory that it owns
+            graph = _captured(work, num_calls)
         except Exception as error:  # another package's refusal is its result
             row.failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             continue

@@ -1,4 +1,4 @@
-"""FP4 layers of known models: what a call reads and multiplies, and how long it takes.
+"""FP4 layers as the benchmark runs them: what a call reads and multiplies, whole or in partitions.
 
     bytes = experts hit * 3 * H * I * (1/2 + 1/block)  +  hidden states with scales  +  2 * T * H
     flops = 2 * assignments * 3 * H * I
@@ -10,32 +10,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cupy_moe.bench.rows import Timing
-from cupy_moe.bench.timing import capture, interleaved_us, median_us, synchronize
-from cupy_moe.bench.workloads import Ids, Work, Workload, make_routings, work_of
+from cupy_moe.bench.layers import BenchLayer, Tensor
+from cupy_moe.bench.workloads import Ids, Work, Workload, work_of
+from cupy_moe.formats import (
+    dequantize_mxfp4,
+    dequantize_mxfp8,
+    dequantize_nvfp4,
+    get_xp,
+    pack_fp4,
+    quantize_block_mxfp8,
+    quantize_block_nvfp4,
+)
 from cupy_moe.fused_moe import (
     MoePartitionResources,
     prims_ts_fp4_block_scale_moe,
     prims_ts_fp4_block_scale_moe_partitioned,
 )
-from cupy_moe.testing.fp4_inputs import Fp4Sizes, fp4_layer, fp4_tokens
-from cupy_moe.testing.inputs import to_library
+from cupy_moe.runtime.arrays import TorchFramework, to_xp
+from cupy_moe.testing.fp4_inputs import Fp4Sizes, fp4_layer, fp4_tokens, partition_weights
+from cupy_moe.weights.layouts import (
+    unprepare_gemm1_scales,
+    unprepare_gemm1_weights,
+    unprepare_gemm2_scales,
+    unprepare_gemm2_weights,
+)
 
 __all__ = [
     "FORMS",
     "FP4_WORKLOADS",
     "MODES",
     "Fp4BenchLayer",
-    "Fp4Ceilings",
-    "Fp4Row",
+    "Tokens",
     "fp4_work",
     "make_fp4_bench_layer",
-    "measure_fp4",
-    "measure_fp4_ceilings",
     "padded",
 ]
 
@@ -51,10 +64,11 @@ FP4_WORKLOADS: Mapping[str, Workload] = {
 }
 
 _TOKEN_BITS = {"bf16": 16.0, "mxfp8": 8 + 8 / 32, "nvfp4": 4 + 8 / 16}
+_WHOLE_ONLY = ("gemm1_bias", "gemm2_bias", "routing_input_mode")
 
 
 def padded(workload: Workload, form: str) -> Workload:
-    """Sizes as a form of the operation takes them."""
+    """Sizes as a form of the operation takes them; all contenders get these."""
     multiple = 128 if form == "whole" else 256
 
     def up(size: int) -> int:
@@ -80,71 +94,166 @@ def fp4_work(workload: Workload, mode: str, routings: Sequence[Ids]) -> Work:
     return Work(fp8.experts_hit, fp8.assignments, num_bytes, fp8.flops)
 
 
-@dataclass(frozen=True)
-class Fp4Ceilings:
-    """Streaming read, and torch's BF16 product of two 8192 x 8192 matrices, after a rest."""
+class Tokens(NamedTuple):
+    """Hidden states of a mode, as the operations take them, and their scales."""
 
-    read_bytes_per_s: float
-    bf16_flops_per_s: float
-
-    def floor_us(self, work: Work) -> float:
-        """Time that neither memory nor tensor cores can beat."""
-        memory = work.num_bytes / self.read_bytes_per_s
-        return 1e6 * max(memory, work.flops / self.bf16_flops_per_s)
-
-
-def measure_fp4_ceilings(read_bytes_per_s: float, size: int = 8192) -> Fp4Ceilings:
-    """Measure the BF16 product on random data."""
-    import torch
-
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    us = median_us(lambda: a @ b.t())
-    return Fp4Ceilings(read_bytes_per_s, 2 * size**3 / (1e-6 * us))
+    values: Tensor
+    scales: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
-class Fp4BenchLayer:
-    """A workload's random layer on the GPU.
+class Fp4BenchLayer(BenchLayer):
+    """A workload's random layer; hidden states are `Tokens`.
 
     Attributes
     ----------
     workload : Workload
         Of padded sizes.
-    mode : {"bf16", "mxfp8", "nvfp4"}
-    form : {"whole", "tp_n_tp_n", "tp_n_tp_k"}
-    arguments : dict
-        Keyword arguments of the operation with torch arrays; tokens and routing are any.
+    whole : dict
+        Keyword arguments of the operation that is not partitioned, with torch arrays; tokens and
+        routing are any.
+    shards : dict or None
+        What is different in a partition's call.
     """
 
-    workload: Workload
-    mode: str
-    form: str
-    arguments: dict[str, Any]
+    whole: dict[str, Any]
+    shards: dict[str, Any] | None = None
 
-    def call(self, tokens: tuple[Any, Any], ids: Ids) -> Callable[[], Any]:
-        """Make a call that returns its output; the weights of the slots are equal."""
+    @property
+    def device(self) -> Any:
+        """Of all arrays."""
+        return self.whole["gemm2_weights"].device
+
+    @cached_property
+    def w1(self) -> Tensor:
+        """FC1 weights in logical order, ``[up; gate]``: torch (EL, 2I, H/2), uint8."""
+        return unprepare_gemm1_weights(self.whole["gemm1_weights"])
+
+    @cached_property
+    def w2(self) -> Tensor:
+        """FC2 weights in logical order: torch (EL, H, I/2), uint8."""
+        return unprepare_gemm2_weights(self.whole["gemm2_weights"])
+
+    @cached_property
+    def w1_scales(self) -> Tensor:
+        """Scales of ``w1``: torch (EL, 2I, H/block), uint8."""
+        return unprepare_gemm1_scales(self.whole["gemm1_weights_scale"])
+
+    @cached_property
+    def w2_scales(self) -> Tensor:
+        """Scales of ``w2``: torch (EL, H, I/block), uint8."""
+        return unprepare_gemm2_scales(self.whole["gemm2_weights_scale"])
+
+    def in_mode(self, mode: str) -> Fp4BenchLayer:
+        """Return the layer for tokens of the other mode with the same weights."""
+        assert _block(mode) == _block(self.mode)
+        return replace(self, mode=mode)
+
+    def partitioned(self, form: str, resources: MoePartitionResources) -> Fp4BenchLayer:
+        """Return the same layer, cut in two."""
+        sizes = _sizes(self.workload)
+        shards = partition_weights(self.mode, form, sizes, self.whole)
+        return replace(self, form=form, shards=shards | {"partition_resources": resources})
+
+    def make_hidden(self, num_tokens: int, seed: int) -> Tokens:
+        """Quantize standard normal rows to the mode."""
+        xp = get_xp(to_xp(self.whole["gemm2_weights"])[0])
+        rng = xp.random.default_rng(seed)
+        hidden, scales = fp4_tokens(self.mode, num_tokens, self.workload.hidden_size, rng, xp)
+        return Tokens(_to_torch(hidden), None if scales is None else _to_torch(scales))
+
+    def work_of(self, routings: list[Ids]) -> Work:
+        """Count half a byte a weight, and the scales."""
+        return fp4_work(self.workload, self.mode, routings)
+
+    def call(self, hidden: Tokens, ids: Ids, weights: NDArray[np.float32]) -> Callable[[], Any]:
+        """Make a call with given ids and BF16 weights."""
         import torch
 
-        arguments = self.arguments | {
-            "hidden_states": tokens[0],
-            "hidden_states_scale": tokens[1],
-            "topk_ids": torch.from_numpy(ids).cuda(),
-            "topk_weights": torch.full(ids.shape, 1 / ids.shape[1], device="cuda").bfloat16(),
+        shape = ids.shape[0], self.workload.hidden_size
+        arguments = self.whole | {
+            "hidden_states": hidden.values,
+            "hidden_states_scale": hidden.scales,
+            "topk_ids": torch.from_numpy(ids).to(self.device),
+            "topk_weights": torch.from_numpy(weights).to(self.device).bfloat16(),
+            "output": torch.full(shape, torch.nan, dtype=torch.bfloat16, device=self.device),
         }
-        is_whole = self.form == "whole"
-        operation: Callable[..., list[Any]] = (
-            prims_ts_fp4_block_scale_moe if is_whole else prims_ts_fp4_block_scale_moe_partitioned
-        )
+        operation: Callable[..., list[Any]] = prims_ts_fp4_block_scale_moe
+        if self.shards is not None:
+            operation = prims_ts_fp4_block_scale_moe_partitioned
+            arguments = {n: v for n, v in arguments.items() if n not in _WHOLE_ONLY} | self.shards
         return lambda: operation(**arguments)[0]
 
-    def tokens(self, num_tokens: int, seed: int = 0) -> tuple[Any, Any]:
-        """Make standard normal hidden states of the mode, and their scales."""
-        import cupy
+    def hidden_values(self, hidden: Tokens, tokens: list[int]) -> Tensor:
+        """Widen, or dequantize."""
+        if self.mode == "bf16":
+            return hidden.values[tokens].float()
+        values = _bytes(hidden.values)[tokens]
+        scales = _bytes(hidden.scales).reshape(hidden.values.shape[0], -1)[tokens]
+        dequantize = dequantize_mxfp8 if self.mode == "mxfp8" else dequantize_nvfp4
+        return _to_torch(dequantize(values, scales))
 
-        rng = cupy.random.default_rng(seed)
-        parts = fp4_tokens(self.mode, num_tokens, self.workload.hidden_size, rng, cupy)
-        hidden, scales = (None if p is None else to_library(p, "torch") for p in parts)
-        return hidden, scales
+    def expert_values(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Dequantize; the scale of FC2's output goes into its weights."""
+        one = slice(expert, expert + 1)
+        whole = self.whole
+        matrices = (
+            (unprepare_gemm1_weights, unprepare_gemm1_scales, "gemm1"),
+            (unprepare_gemm2_weights, unprepare_gemm2_scales, "gemm2"),
+        )
+        dequantize = dequantize_nvfp4 if self.mode == "nvfp4" else dequantize_mxfp4
+        w1, w2 = (
+            _to_torch(
+                dequantize(
+                    _bytes(weights(whole[f"{name}_weights"][one]))[0],
+                    _bytes(scales(whole[f"{name}_weights_scale"][one]))[0],
+                )
+            )
+            for weights, scales, name in matrices
+        )
+        return w1, w2 * self._scalar("output2_scale_scalar", expert)
+
+    def activated(self, expert: int, up: Tensor, gate: Tensor) -> Tensor:
+        """Round to BF16, or quantize and dequantize."""
+        import torch
+
+        gate = gate * self._scalar("output1_scale_gate_scalar", expert)
+        y = up * torch.nn.functional.silu(gate)
+        if self.mode == "bf16":
+            return y.bfloat16().float()
+        values, _ = to_xp(y)
+        if self.mode == "mxfp8":
+            return _to_torch(dequantize_mxfp8(*quantize_block_mxfp8(values)))
+        factor = self._scalar("output1_scale_scalar", expert)
+        codes, scales = quantize_block_nvfp4(values, factor)
+        return _to_torch(dequantize_nvfp4(pack_fp4(codes), scales))
+
+    def _scalar(self, name: str, expert: int) -> float:
+        """Scale of an expert's output; 1 where the mode has none."""
+        return float(self.whole[name][expert]) if self.mode == "nvfp4" else 1.0
+
+
+def _bytes(array: Tensor) -> Any:
+    """NumPy or CuPy view of one-byte elements."""
+    return to_xp(array)[0].view(np.uint8)
+
+
+def _to_torch(array: Any) -> Tensor:
+    """Torch tensor over the memory of a NumPy or CuPy array."""
+    import torch
+
+    return TorchFramework(torch).export(array)
+
+
+def _sizes(workload: Workload) -> Fp4Sizes:
+    return Fp4Sizes(
+        1,
+        hidden=workload.hidden_size,
+        inter=workload.intermediate_size,
+        experts=workload.num_experts,
+        top_k=workload.top_k,
+        weights_dtype="bfloat16",
+    )
 
 
 def make_fp4_bench_layer(
@@ -157,97 +266,7 @@ def make_fp4_bench_layer(
     import cupy
 
     workload = padded(workload, form)
-    sizes = Fp4Sizes(
-        1,
-        hidden=workload.hidden_size,
-        inter=workload.intermediate_size,
-        experts=workload.num_experts,
-        top_k=workload.top_k,
-        weights_dtype="bfloat16",
-    )
-
-    def move(value: Any) -> Any:
-        if isinstance(value, list):
-            return [move(v) for v in value]
-        return to_library(value, "torch") if hasattr(value, "dtype") else value
-
-    made = fp4_layer(mode, form, sizes, xp=cupy)
-    arguments = {name: move(value) for name, value in made.items()}
-    if form != "whole":
-        arguments["partition_resources"] = resources
-    return Fp4BenchLayer(workload, mode, form, arguments)
-
-
-@dataclass(frozen=True)
-class Fp4Row:
-    """A layer at one number of tokens."""
-
-    workload: Workload
-    mode: str
-    form: str
-    num_tokens: int
-    num_calls: int
-    work: Work
-    floor_us: float
-    timing: Timing
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, units in the keys."""
-        us = self.timing.us
-        return {
-            "workload": self.workload.key,
-            "sizes": self.workload.title,
-            "mode": self.mode,
-            "form": self.form,
-            "tokens": self.num_tokens,
-            "calls_in_graph": self.num_calls,
-            "experts_hit": self.work.experts_hit,
-            "floor_us": self.floor_us,
-            "us": us,
-            "us_min": self.timing.us_min,
-            "us_max": self.timing.us_max,
-            "tb_per_s": self.work.num_bytes / us / 1e6,
-            "tflops": self.work.flops / us / 1e6,
-            "share_of_floor": self.floor_us / us,
-        }
-
-
-def measure_fp4(
-    layer: Fp4BenchLayer, num_tokens: int, ceilings: Fp4Ceilings, *, replays: int
-) -> Fp4Row:
-    """Time a graph of calls with different routings, each run after a rest.
-
-    Raises
-    ------
-    RuntimeError
-        The output is not finite, or that of one token alone differs from its row in the batch.
-    """
-    routings = make_routings(layer.workload, num_tokens)
-    tokens = layer.tokens(num_tokens)
-    _check(layer, tokens, routings[-1])
-    captured = capture([layer.call(tokens, ids) for ids in routings])
-    captured.replay()
-    synchronize()
-    times = interleaved_us({"": captured.replay}, replays)[""]
-    work = fp4_work(layer.workload, layer.mode, routings)
-    return Fp4Row(
-        layer.workload,
-        layer.mode,
-        layer.form,
-        num_tokens,
-        len(routings),
-        work,
-        ceilings.floor_us(work),
-        Timing.of(times, len(routings)),
-    )
-
-
-def _check(layer: Fp4BenchLayer, tokens: tuple[Any, Any], ids: Ids) -> None:
-    output = layer.call(tokens, ids)()
-    last = tuple(None if part is None else part[-1:].clone() for part in tokens)
-    alone = layer.call((last[0], last[1]), np.ascontiguousarray(ids[-1:]))()
-    what = f"bench: {layer.workload.key}, {layer.mode}, {layer.form}, {len(ids)} tokens"
-    if not bool(output.isfinite().all()) or not bool(output.any()):
-        raise RuntimeError(f"{what}: the output is zero or not finite.")
-    if not bool((alone[0] == output[-1]).all()):
-        raise RuntimeError(f"{what}: a token alone gives another row than in the batch.")
+    made = fp4_layer(mode, "whole", _sizes(workload), xp=cupy)
+    whole = {n: _to_torch(v) if hasattr(v, "dtype") else v for n, v in made.items()}
+    layer = Fp4BenchLayer(workload, mode, "whole", whole)
+    return layer if resources is None else layer.partitioned(form, resources)

@@ -1,100 +1,25 @@
-"""The layer under test in every form that a contender wants, and the batches that it is given."""
+"""What every benchmarked layer provides: batches, its call, and its definition piece by piece."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_moe.bench.workloads import Ids, Work, Workload, make_routings, work_of
-from cupy_moe.testing.inputs import (
-    INPUT_SCALE,
-    INTERMEDIATE_SCALE,
-    Fp8Layer,
-    make_fp8_layer,
-    make_hidden_states,
-    to_library,
-)
-from cupy_moe.weights.layouts import unprepare_gemm1_weights, unprepare_gemm2_weights
+from cupy_moe.bench.workloads import Ids, Work, Workload, make_routings
 
-__all__ = ["Batch", "BenchLayer", "make_batch", "make_layer"]
+__all__ = ["LARGEST_REL_L2", "Batch", "BenchLayer", "Tensor"]
 
 Tensor = Any  # torch.Tensor
 
-
-@dataclass(frozen=True, eq=False)
-class BenchLayer:
-    """A workload's random layer on the GPU.
-
-    The other forms hold the same numbers and are made at first use.
-
-    Attributes
-    ----------
-    workload : Workload
-    prepared : Fp8Layer
-        CuPy arrays, as the operations of this package take them.
-    """
-
-    workload: Workload
-    prepared: Fp8Layer
-
-    @cached_property
-    def w1(self) -> Tensor:
-        """FC1 weights in logical order, ``[up; gate]``: torch (EL, 2I, H), float8_e4m3fn."""
-        return to_library(unprepare_gemm1_weights(self.prepared.weights.gemm1_weights), "torch")
-
-    @cached_property
-    def w2(self) -> Tensor:
-        """FC2 weights in logical order: torch (EL, H, I), float8_e4m3fn."""
-        return to_library(unprepare_gemm2_weights(self.prepared.weights.gemm2_weights), "torch")
-
-    @property
-    def input_factor(self) -> float:
-        """What the hidden states are multiplied by to get their values."""
-        return 1 / INPUT_SCALE
-
-    @property
-    def intermediate_factor(self) -> float:
-        """What the quantized FC1 output is multiplied by to get its values."""
-        return 1 / INTERMEDIATE_SCALE
-
-    @cached_property
-    def fc1_factor(self) -> Tensor:
-        """From raw FC1 sums to values: torch (EL,), float32."""
-        return to_library(self.prepared.weights.output1_scales_gate_scalar, "torch")
-
-    @cached_property
-    def fc2_factor(self) -> Tensor:
-        """From raw FC2 sums to values: torch (EL,), float32."""
-        return to_library(self.prepared.weights.output2_scales_scalar, "torch")
-
-    @property
-    def w1_factor(self) -> Tensor:
-        """From FC1 codes to weights: torch (EL,), float32."""
-        return self.fc1_factor / self.input_factor
-
-    @property
-    def w2_factor(self) -> Tensor:
-        """From FC2 codes to weights: torch (EL,), float32."""
-        return self.fc2_factor / self.intermediate_factor
-
-
-def make_layer(workload: Workload, seed: int = 0) -> BenchLayer:
-    """Quantize normal random weights on the GPU."""
-    import cupy
-
-    layer = make_fp8_layer(
-        hidden_size=workload.hidden_size,
-        intermediate_size=workload.intermediate_size,
-        num_experts=workload.num_experts,
-        local=(0, workload.local_num_experts),
-        seed=seed,
-        xp=cupy,
-    )
-    return BenchLayer(workload, layer)
+# How far right implementations may be from ours, and ours from the definition in torch. They round
+# the intermediate and the output alike up to single codes, which are few bits but in BF16; a wrong
+# layout, order or scale moves the output by a third of its norm and more.
+LARGEST_REL_L2 = {"fp8": 0.1, "bf16": 0.02, "mxfp8": 0.05, "nvfp4": 0.1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +28,8 @@ class Batch:
 
     Attributes
     ----------
-    hidden : torch.Tensor (T, H), float8_e4m3fn
+    hidden : torch.Tensor or tuple of them
+        T hidden states, as the layer's calls take them.
     routings : list of numpy.ndarray (T, K), int32
     weights : numpy.ndarray (T, K), float32
         The same in every call.
@@ -111,7 +37,7 @@ class Batch:
         Average of the calls.
     """
 
-    hidden: Tensor
+    hidden: Any
     routings: list[Ids]
     weights: NDArray[np.float32]
     work: Work
@@ -119,18 +45,69 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Tokens of a call."""
-        return int(self.hidden.shape[0])
+        return int(self.weights.shape[0])
 
 
-def make_batch(workload: Workload, num_tokens: int, seed: int = 0) -> Batch:
-    """Make standard normal hidden states and uniform random routings of equal weights."""
-    import cupy
+@dataclass(frozen=True, eq=False)
+class BenchLayer(ABC):
+    """A workload's random layer.
 
-    hidden = make_hidden_states(num_tokens, workload.hidden_size, seed, xp=cupy)
-    routings = make_routings(workload, num_tokens, seed)
-    return Batch(
-        hidden=to_library(hidden, "torch"),
-        routings=routings,
-        weights=np.full(routings[0].shape, 1 / workload.top_k, np.float32),
-        work=work_of(workload, routings),
-    )
+    Attributes
+    ----------
+    workload : Workload
+    mode : str
+        Number formats: ``fp8``, ``bf16``, ``mxfp8`` or ``nvfp4``.
+    form : str
+        ``whole``, or how two partitions of the GPU share it.
+    """
+
+    workload: Workload
+    mode: str
+    form: str
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        is_plain = (self.mode, self.form) == ("fp8", "whole")
+        return self.workload.key if is_plain else f"{self.workload.key} {self.mode} {self.form}"
+
+    def batch(self, num_tokens: int, seed: int = 0) -> Batch:
+        """Make standard normal hidden states and uniform random routings of equal weights."""
+        routings = make_routings(self.workload, num_tokens, seed)
+        return Batch(
+            hidden=self.make_hidden(num_tokens, seed),
+            routings=routings,
+            weights=np.full(routings[0].shape, 1 / self.workload.top_k, np.float32),
+            work=self.work_of(routings),
+        )
+
+    @property
+    def largest_rel_l2(self) -> float:
+        """Largest relative L2 distance between two right outputs."""
+        return LARGEST_REL_L2[self.mode]
+
+    @abstractmethod
+    def make_hidden(self, num_tokens: int, seed: int) -> Any:
+        """Make standard normal hidden states."""
+
+    @abstractmethod
+    def work_of(self, routings: list[Ids]) -> Work:
+        """Count what the calls with these routings read, write and multiply, on average."""
+
+    @abstractmethod
+    def call(self, hidden: Any, ids: Ids, weights: NDArray[np.float32]) -> Callable[[], Tensor]:
+        """Make our call, with an output of its own (T, H), bfloat16, that is NaN until it ran."""
+
+    # --- the definition, for `cupy_moe.bench.torch_layer`: torch tensors, float32 ---
+
+    @abstractmethod
+    def hidden_values(self, hidden: Any, tokens: list[int]) -> Tensor:
+        """Values (n, H) of some hidden states."""
+
+    @abstractmethod
+    def expert_values(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Weights of an expert in logical order, ``[up; gate]`` (2I, H) and (H, I)."""
+
+    @abstractmethod
+    def activated(self, expert: int, up: Tensor, gate: Tensor) -> Tensor:
+        """SwiGLU of FC1 (n, I), rounded to what FC2 reads."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cupy_moe.bench.ceilings import Ceilings
 from cupy_moe.bench.contenders import Contender, CupyMoe, installed
-from cupy_moe.bench.layers import Batch, BenchLayer, make_batch, make_layer
+from cupy_moe.bench.layers import Batch, BenchLayer
 from cupy_moe.bench.rows import OURS, Row, Timing
 from cupy_moe.bench.timing import (
     CapturedCalls,
@@ -20,27 +20,29 @@ from cupy_moe.bench.timing import (
     synchronize,
 )
 from cupy_moe.bench.torch_layer import layer_output, tokens_to_check
-from cupy_moe.bench.workloads import Workload
 from cupy_moe.runtime import require_gpu
 from cupy_moe.runtime.compiler import nvrtc_version
 from cupy_moe.runtime.devices import driver_cuda_version
 from cupy_moe.runtime.requirements import import_cupy
 
-__all__ = ["LARGEST_REL_L2", "describe_environment", "measure", "measure_all", "require_fp8_gpu"]
+__all__ = [
+    "describe_environment",
+    "measure",
+    "measure_all",
+    "require_fp8_gpu",
+    "require_torch_gpu",
+]
 
-# Correct implementations round the intermediate and the output alike up to single codes; a wrong
-# layout, order or scale moves the output by a third of its norm and more.
-LARGEST_REL_L2 = 0.1
 SMALLEST_NORM = 1e-30  # zeros are equal to zeros, and far from everything else
 
 
-def require_fp8_gpu() -> None:
+def require_torch_gpu() -> None:
     """Check that benchmarks can run here.
 
     Raises
     ------
     RuntimeError
-        Says whether a GPU, its FP8 tensor cores or torch with CUDA are missing.
+        Says whether a GPU or torch with CUDA are missing.
     """
     require_gpu()
     try:
@@ -52,6 +54,13 @@ def require_fp8_gpu() -> None:
             f"bench: torch {torch.__version__} sees no CUDA device; install a build of torch for "
             "the CUDA version of this driver."
         )
+
+
+def require_fp8_gpu() -> None:
+    """As `require_torch_gpu`, and the GPU must have FP8 tensor cores."""
+    require_torch_gpu()
+    import torch
+
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         raise RuntimeError(
@@ -76,30 +85,29 @@ def describe_environment(contenders: Sequence[type[Contender]]) -> dict[str, str
 
 
 def measure_all(
-    workloads: Sequence[Workload],
+    layers: Iterable[Callable[[], BenchLayer]],
     tokens: Sequence[int],
-    peers: Sequence[type[Contender]],
+    peers_of: Callable[[BenchLayer], Sequence[type[Contender]]],
     ceilings: Ceilings,
     replays: int,
 ) -> Iterator[Row]:
-    """Rows in order; one layer is in memory at a time."""
-    for workload in workloads:
-        yield from _measure_workload(workload, tokens, peers, ceilings, replays)
+    """Rows in order; one layer is made, and in memory, at a time."""
+    for make in layers:
+        yield from _measure_layer(make(), tokens, peers_of, ceilings, replays)
         free_memory()
 
 
-def _measure_workload(
-    workload: Workload,
+def _measure_layer(
+    layer: BenchLayer,
     tokens: Sequence[int],
-    peers: Sequence[type[Contender]],
+    peers_of: Callable[[BenchLayer], Sequence[type[Contender]]],
     ceilings: Ceilings,
     replays: int,
 ) -> Iterator[Row]:
-    layer = make_layer(workload)
-    loaded, failures = _load(peers, layer)
+    loaded, failures = _load(peers_of(layer), layer)
     free_memory()
     for num_tokens in tokens:
-        batch = make_batch(workload, num_tokens)
+        batch = layer.batch(num_tokens)
         yield measure(layer, batch, ceilings, replays=replays, peers=loaded, failures=failures)
         free_memory()
 
@@ -112,7 +120,7 @@ def _load(
         try:
             loaded.append(peer(layer))
         except Exception as error:
-            what = f"bench: {layer.workload.key}, weights: {peer.name}"
+            what = f"bench: {layer.name}, weights: {peer.name}"
             failures[peer.name] = _reason(error, what)
     return loaded, failures
 
@@ -125,6 +133,7 @@ def measure(
     replays: int,
     peers: Sequence[Contender] = (),
     failures: dict[str, str] | None = None,
+    sustained: bool = True,
 ) -> Row:
     """Time this package and the peers on one batch.
 
@@ -137,12 +146,14 @@ def measure(
     batch : Batch
     ceilings : Ceilings
     replays : int
-        Of every contender's graph, taking turns, each after a rest; and of ours back to back.
+        Of every contender's graph, taking turns, each after a rest.
     peers : sequence of Contender
         Loaded with the layer. One that raises, or whose output before or after the timed replays
         is too far from ours, has no time.
     failures : dict, optional
         Peers that could not even be loaded, and why.
+    sustained : bool
+        Whether ours is timed back to back, too.
 
     Raises
     ------
@@ -150,29 +161,33 @@ def measure(
         We fail, our output is not finite, is too far from torch's or changes, or somebody's error
         leaves a GPU that this process cannot use any more. Names the row and the contender.
     """
-    row = f"bench: {layer.workload.key}, {batch.num_tokens} tokens"
+    row = f"bench: {layer.name}, {batch.num_tokens} tokens"
+    limit = layer.largest_rel_l2
     ours, expected = _capture_ours(layer, batch, row)
-    graphs, errors, failed = _capture_peers(peers, batch, expected, row)
+    graphs, errors, failed = _capture_peers(peers, batch, expected, limit, row)
     graphs = {OURS: ours, **graphs}
     try:
         times = interleaved_us({name: graph.replay for name, graph in graphs.items()}, replays)
-        sustained = sustained_us(ours.replay, replays)
+        settled_us = sustained_us(ours.replay, replays) if sustained else None
     except RuntimeError as error:
         raise RuntimeError(f"{row}: timing {', '.join(graphs)}: {_sentence(error)}") from error
     checked = {name: graph for name, graph in graphs.items() if name in (OURS, *errors)}
     distances = {name: _distance(graph.results, expected) for name, graph in checked.items()}
-    changed = _too_far(distances, "our output after the timed replays")
+    changed = _too_far(distances, limit, "our output after the timed replays")
     if OURS in changed:
         raise RuntimeError(f"{row}: {OURS}: {changed[OURS]}")
     num_calls = len(batch.routings)
     return Row(
         workload=layer.workload,
+        mode=layer.mode,
+        form=layer.form,
         num_tokens=batch.num_tokens,
         num_calls=num_calls,
         work=batch.work,
-        floor_us=ceilings.floor_us(batch.work.num_bytes, batch.work.flops),
+        read_us=ceilings.read_us(batch.work),
+        floor_us=ceilings.floor_us(batch.work),
         timings={n: Timing.of(us, num_calls) for n, us in times.items() if n not in changed},
-        sustained_us=sustained / num_calls,
+        sustained_us=None if settled_us is None else settled_us / num_calls,
         errors=errors,
         failures={**(failures or {}), **failed, **changed},
     )
@@ -188,7 +203,7 @@ def _capture_ours(layer: BenchLayer, batch: Batch, row: str) -> tuple[CapturedCa
         raise RuntimeError(f"{row}: {OURS}: {_sentence(error)}") from error
     if not all(bool(output.isfinite().all()) for output in expected):
         raise RuntimeError(f"{row}: {OURS}: the output is not finite.")
-    if wrong := _too_far({OURS: distance}, "the layer in torch"):
+    if wrong := _too_far({OURS: distance}, layer.largest_rel_l2, "the layer in torch"):
         raise RuntimeError(f"{row}: {OURS}: {wrong[OURS]}")
     return captured, expected
 
@@ -202,7 +217,7 @@ def _distance_from_torch(layer: BenchLayer, batch: Batch, output: Any) -> float:
 
 
 def _capture_peers(
-    peers: Sequence[Contender], batch: Batch, expected: Sequence[Any], row: str
+    peers: Sequence[Contender], batch: Batch, expected: Sequence[Any], limit: float, row: str
 ) -> tuple[dict[str, CapturedCalls], dict[str, float], dict[str, str]]:
     """Graphs of the peers that answer rightly, distances from our output, reasons of the others."""
     graphs, errors, failures = {}, {}, {}
@@ -213,7 +228,7 @@ def _capture_peers(
                 errors[peer.name] = _distance(_answers(graphs[peer.name]), expected)
         except Exception as error:  # whatever another package raises is its result here
             failures[peer.name] = _reason(error, f"{row}: {peer.name}")
-    failures |= _too_far(errors, "our output")
+    failures |= _too_far(errors, limit, "our output")
     return {name: g for name, g in graphs.items() if name not in failures}, errors, failures
 
 
@@ -246,12 +261,12 @@ def _distance(outputs: Sequence[Any], expected: Sequence[Any]) -> float:
     return max(_rel_l2(*pair) for pair in zip(outputs, expected, strict=True))
 
 
-def _too_far(distances: Mapping[str, float], what: str) -> dict[str, str]:
+def _too_far(distances: Mapping[str, float], limit: float, what: str) -> dict[str, str]:
     """Say of each contender beyond the limit how far it is from what."""
     return {
         name: f"relative L2 distance from {what}: {distance:.3g}"
         for name, distance in distances.items()
-        if distance > LARGEST_REL_L2
+        if distance > limit
     }
 
 

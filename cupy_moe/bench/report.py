@@ -11,7 +11,7 @@ from typing import Any
 
 from cupy_moe.bench.rows import OURS, Report, Row
 
-__all__ = ["by_workload", "cells", "headers", "notes", "plot", "write_json"]
+__all__ = ["by_layer", "cells", "headers", "notes", "plot", "write_json"]
 
 REASON_WIDTH = 40  # in a cell; the notes have all of it
 LAUNCH_NOTE = (
@@ -21,10 +21,10 @@ LAUNCH_NOTE = (
 )
 
 
-def by_workload(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Title and rows of each workload, in order."""
-    for workload, group in groupby(rows, key=lambda row: row.workload):
-        yield f"{workload.key}: {workload.model}, {workload.title}", list(group)
+def by_layer(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Title and rows of each layer, in order."""
+    for title, group in groupby(rows, key=lambda row: row.title):
+        yield title, list(group)
 
 
 def peer_names(rows: Sequence[Row]) -> list[str]:
@@ -35,7 +35,8 @@ def peer_names(rows: Sequence[Row]) -> list[str]:
 
 def headers(rows: Sequence[Row]) -> list[str]:
     """Column titles: ours, then each peer's time and how many times ours it is."""
-    own = ["tokens", "experts hit", "us", "sustained", "TB/s", "TFLOP/s", "floor us", "of floor"]
+    own = ["tokens", "experts hit", "us", "sustained", "TB/s", "of read", "TFLOP/s"]
+    own += ["floor us", "of floor"]
     return own + [title for name in peer_names(rows) for title in (f"{name}, us", "/ ours")]
 
 
@@ -45,8 +46,9 @@ def cells(row: Row, peers: Sequence[str]) -> list[str]:
         str(row.num_tokens),
         f"{row.work.experts_hit:.1f}",
         f"{row.us:.1f}",
-        f"{row.sustained_us:.1f}",
+        "-" if row.sustained_us is None else f"{row.sustained_us:.1f}",
         f"{row.tb_per_s:.2f}",
+        f"{row.share_of_read:.0%}",
         f"{row.tflops:.0f}",
         f"{row.floor_us:.1f}",
         f"{row.share_of_floor():.0%}",
@@ -65,6 +67,7 @@ def notes(report: Report) -> list[str]:
     lines = [f"{name}: {scope}." for name, scope in report.scopes.items()]
     lines.append(LAUNCH_NOTE)
     lines += [f"{name} did not take part: {reason}." for name, reason in report.missing.items()]
+    lines += report.remarks
     failed: dict[tuple[str, str, str], list[str]] = {}
     for row in report.rows:
         for name, reason in row.failures.items():
@@ -81,10 +84,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def plot(path: Path, report: Report) -> None:
-    """Draw time and share of the floor over tokens, a column for each workload."""
+    """Draw time and share of the floor over tokens, a column for each layer."""
     from matplotlib.figure import Figure
 
-    groups = list(by_workload(report.rows))
+    groups = list(by_layer(report.rows))
     figure = Figure(figsize=(5 * len(groups), 7), layout="constrained")
     axes = figure.subplots(2, len(groups), sharex=True, squeeze=False)
     for (title, rows), (upper, lower) in zip(groups, axes.T, strict=True):
@@ -104,6 +107,6 @@ def plot(path: Path, report: Report) -> None:
     ceilings = report.ceilings
     figure.suptitle(
         f"{report.environment.get('gpu', 'GPU')}: read {ceilings.read_bytes_per_s / 1e12:.2f} TB/s,"
-        f" FP8 {ceilings.fp8_flops_per_s / 1e12:.0f} TFLOP/s"
+        f" {ceilings.dense.number_format} {ceilings.dense.flops_per_s / 1e12:.0f} TFLOP/s"
     )
     figure.savefig(path, dpi=150)

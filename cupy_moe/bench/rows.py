@@ -32,20 +32,22 @@ class Timing:
 
 @dataclass(frozen=True)
 class Row:
-    """A workload at one number of tokens.
+    """A layer at one number of tokens.
 
     Attributes
     ----------
     workload : Workload
+    mode, form : str
+        Number formats, and ``whole`` or how two partitions of the GPU share the layer.
     num_tokens, num_calls : int
         Of a call, and calls in the graph.
     work : Work
-    floor_us : float
-        What the ceilings allow for that work.
+    read_us, floor_us : float
+        What the ceilings allow for the bytes of that work, and for all of it.
     timings : mapping of str to Timing
         By name of the contender.
-    sustained_us : float
-        Our median time back to back, once the clocks have settled.
+    sustained_us : float or None
+        Our median time back to back, once the clocks have settled, if it was measured.
     errors : mapping of str to float
         Relative L2 distance of a peer's output from ours.
     failures : mapping of str to str
@@ -53,14 +55,24 @@ class Row:
     """
 
     workload: Workload
+    mode: str
+    form: str
     num_tokens: int
     num_calls: int
     work: Work
+    read_us: float
     floor_us: float
     timings: Mapping[str, Timing]
-    sustained_us: float
+    sustained_us: float | None
     errors: Mapping[str, float]
     failures: Mapping[str, str]
+
+    @property
+    def title(self) -> str:
+        """Name the layer: rows of equal titles make a table."""
+        formats = "FP8" if self.mode == "fp8" else f"FP4, {self.mode}"
+        form = "" if self.form == "whole" else f", in two partitions {self.form}"
+        return f"{self.workload.key}: {self.workload.model}, {self.workload.title}, {formats}{form}"
 
     @property
     def us(self) -> float:
@@ -81,6 +93,11 @@ class Row:
         """Floor over time: 1 is as fast as the ceilings allow."""
         return self.floor_us / self.timings[name].us
 
+    @property
+    def share_of_read(self) -> float:
+        """Time that reading the bytes takes alone, over ours."""
+        return self.read_us / self.us
+
     def ratio(self, peer: str) -> float:
         """Divide a peer's time by ours: above 1 we are faster."""
         return self.timings[peer].us / self.us
@@ -91,6 +108,8 @@ class Row:
         return {
             "workload": self.workload.key,
             "sizes": self.workload.title,
+            "mode": self.mode,
+            "form": self.form,
             "tokens": self.num_tokens,
             "calls_in_graph": self.num_calls,
             "experts_hit": self.work.experts_hit,
@@ -105,6 +124,7 @@ class Row:
             "tb_per_s": self.tb_per_s,
             "tflops": self.tflops,
             "share_of_floor": self.share_of_floor(),
+            "share_of_read": self.share_of_read,
             "peers": {
                 name: {
                     "us": self.timings[name].us,
@@ -132,6 +152,8 @@ class Report:
     scopes, missing : mapping of str to str
         By name: what is timed of each contender; why a peer cannot run here.
     rows : sequence of Row
+    remarks : sequence of str
+        Sentences on what was left out.
     """
 
     environment: Mapping[str, str]
@@ -139,6 +161,7 @@ class Report:
     scopes: Mapping[str, str]
     missing: Mapping[str, str]
     rows: Sequence[Row]
+    remarks: Sequence[str] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that the JSON file holds."""
@@ -146,11 +169,10 @@ class Report:
             "environment": dict(self.environment),
             "ceilings": {
                 "read_tb_per_s": self.ceilings.read_bytes_per_s / 1e12,
-                "fp8_tflops": self.ceilings.fp8_flops_per_s / 1e12,
-                "sustained_fp8_tflops": self.ceilings.sustained_fp8_flops_per_s / 1e12,
-                "fp8_fast_accumulation": self.ceilings.fp8_fast_accumulation,
+                "dense": self.ceilings.dense.as_dict(),
             },
             "scopes": dict(self.scopes),
             "missing": dict(self.missing),
+            "remarks": list(self.remarks),
             "rows": [row.as_dict() for row in self.rows],
         }

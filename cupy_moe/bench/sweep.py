@@ -6,21 +6,21 @@ turns with the plan's own choice, so that close calls are decided under equal cl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from cupy_moe.bench.contenders import CupyMoe
-from cupy_moe.bench.layers import Batch, BenchLayer, make_batch, make_layer
+from cupy_moe.bench.layers import Batch, BenchLayer
 from cupy_moe.bench.timing import capture, free_memory, interleaved_us
 from cupy_moe.bench.workloads import Workload
 from cupy_moe.pipeline import tiled_as
-from cupy_moe.problem import DeviceTraits, MoeProblem, RoutingSource
+from cupy_moe.problem import DeviceTraits, MoeProblem, RoutingSource, Strategy
 from cupy_moe.runtime.compiler import arch_for
 from cupy_moe.runtime.devices import compute_capability, sm_count
 from cupy_moe.tiling import Tiling, tile_candidates
-from cupy_moe.types import ActivationType, RoutingMethodType
+from cupy_moe.types import ActivationType, MoeFormat, RoutingMethodType
 
 __all__ = ["SweepRow", "fastest_first", "problem_of", "sweep"]
 
@@ -32,11 +32,12 @@ MOST_TILES_AN_EXPERT = 4
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One tiling of one workload at one number of tokens.
+    """One tiling of one layer at one number of tokens.
 
     Attributes
     ----------
-    workload : Workload
+    layer : str
+        Its name.
     num_tokens : int
     tiling : Tiling
     us : float
@@ -45,7 +46,7 @@ class SweepRow:
         The plan's choice in the same turns; None if the quick round ruled the tiling out.
     """
 
-    workload: Workload
+    layer: str
     num_tokens: int
     tiling: Tiling
     us: float
@@ -59,7 +60,7 @@ class SweepRow:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, units in the keys."""
         return {
-            "workload": self.workload.key,
+            "layer": self.layer,
             "tokens": self.num_tokens,
             "tiling": str(self.tiling),
             "us": self.us,
@@ -67,8 +68,11 @@ class SweepRow:
         }
 
 
-def problem_of(workload: Workload, num_tokens: int) -> MoeProblem:
-    """Problem of a benchmark's call: packed routing words, finalized output."""
+def problem_of(
+    workload: Workload, num_tokens: int, mode: str = "fp8", form: str = "whole"
+) -> MoeProblem:
+    """Problem of a benchmark's call, as far as it matters for tiles; its output is finalized."""
+    moe_format = MoeFormat(mode)
     return MoeProblem(
         num_tokens=num_tokens,
         hidden_size=workload.hidden_size,
@@ -78,7 +82,9 @@ def problem_of(workload: Workload, num_tokens: int) -> MoeProblem:
         local_num_experts=workload.local_num_experts,
         local_expert_offset=0,
         activation=ActivationType.Swiglu,
-        routing_source=RoutingSource.Packed,
+        routing_source=(
+            RoutingSource.Unpacked if moe_format.has_block_scales else RoutingSource.Packed
+        ),
         expert_weights_dtype="bfloat16",
         scale_input=False,
         do_finalize=True,
@@ -88,6 +94,8 @@ def problem_of(workload: Workload, num_tokens: int) -> MoeProblem:
         norm_topk_prob=True,
         logits_dtype=None,
         bias_dtype=None,
+        moe_format=moe_format,
+        strategy=None if form == "whole" else cast(Strategy, form),
     )
 
 
@@ -104,17 +112,22 @@ def sensible_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tilin
 
 
 def sweep(
-    workloads: Sequence[Workload], tokens: Sequence[int], replays: int
+    layers: Iterable[Callable[[], BenchLayer]], tokens: Sequence[int], replays: int
 ) -> Iterator[list[SweepRow]]:
-    """Rows of one workload and number of tokens at a time, fastest first."""
+    """Rows of one layer and number of tokens at a time, fastest first."""
+    for make in layers:
+        yield from _sweep_layer(make(), tokens, replays)
+        free_memory()
+
+
+def _sweep_layer(
+    layer: BenchLayer, tokens: Sequence[int], replays: int
+) -> Iterator[list[SweepRow]]:
     device = DeviceTraits(arch_for(compute_capability(0)), sm_count(0))
-    for workload in workloads:
-        layer = make_layer(workload)
-        for num_tokens in tokens:
-            candidates = sensible_candidates(problem_of(workload, num_tokens), device)
-            yield _sweep_batch(layer, make_batch(workload, num_tokens), candidates, replays)
-            free_memory()
-        del layer
+    for num_tokens in tokens:
+        problem = problem_of(layer.workload, num_tokens, layer.mode, layer.form)
+        candidates = sensible_candidates(problem, device)
+        yield _sweep_batch(layer, layer.batch(num_tokens), candidates, replays)
         free_memory()
 
 
@@ -143,7 +156,7 @@ def _sweep_batch(
             turns = {"tiling": graph(tiling).replay, "choice": choice.replay}
             times = _us(turns, replays, len(calls))
             us, us_of_choice = times["tiling"], times["choice"]
-        return SweepRow(layer.workload, batch.num_tokens, tiling, us, us_of_choice)
+        return SweepRow(layer.name, batch.num_tokens, tiling, us, us_of_choice)
 
     return fastest_first(row(tiling) for tiling in candidates)
 

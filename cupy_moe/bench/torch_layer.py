@@ -1,6 +1,6 @@
-"""The FP8 layer in torch, written from its definition: what our own output is held to.
+"""The layer in torch, written from its definition: what our own output is held to.
 
-It shares the weights in logical order with the peers, and no code with the operations. Experts are
+It shares the weights with the peers, and no code with the operations on a GPU. Experts are
 dequantized one at a time, so it is meant for a few tokens.
 """
 
@@ -18,7 +18,6 @@ from cupy_moe.bench.workloads import Ids, Workload, local_experts
 __all__ = ["layer_output", "tokens_to_check"]
 
 MOST_TOKENS = 4
-E4M3_MAX = 448.0
 
 
 def tokens_to_check(workload: Workload, ids: Ids) -> list[int]:
@@ -39,12 +38,13 @@ def layer_output(
     weights: NDArray[np.float32],
     tokens: Sequence[int],
 ) -> Any:
-    """Compute with float32 sums; only the intermediate is rounded to E4M3, as in the layer.
+    """Compute with float32 sums; only the intermediate is rounded, as in the layer.
 
     Parameters
     ----------
     layer : BenchLayer
-    hidden : torch.Tensor (T, H), float8_e4m3fn
+    hidden : torch.Tensor or tuple of them
+        T hidden states of the layer.
     ids, weights : numpy.ndarray (T, K)
     tokens : sequence of int
         Rows of these that are computed, n of them.
@@ -56,23 +56,13 @@ def layer_output(
     import torch
 
     ids, weights = ids[tokens], weights[tokens]
-    x = torch.stack([hidden[token].float() for token in tokens]) * layer.input_factor
+    x = layer.hidden_values(hidden, list(tokens))
     output = torch.zeros_like(x)
     for expert in local_experts(layer.workload, ids).tolist():
+        w1, w2 = layer.expert_values(expert)
         token, slot = np.nonzero(ids == expert)
         rows = torch.from_numpy(token).to(x.device)
         weight = torch.from_numpy(weights[token, slot]).to(x.device)
-        fc1 = x[rows] @ layer.w1[expert].float().T * layer.w1_factor[expert]
-        up, gate = fc1.chunk(2, dim=1)
-        activated = _round_to_e4m3(up * torch.nn.functional.silu(gate), layer.intermediate_factor)
-        fc2 = activated @ layer.w2[expert].float().T * layer.w2_factor[expert]
-        output.index_add_(0, rows, weight[:, None] * fc2)
+        up, gate = (x[rows] @ w1.T).chunk(2, dim=1)
+        output.index_add_(0, rows, weight[:, None] * (layer.activated(expert, up, gate) @ w2.T))
     return output
-
-
-def _round_to_e4m3(values: Any, factor: float) -> Any:
-    """Quantize and dequantize; ``factor`` leads from codes to values."""
-    import torch
-
-    codes = (values / factor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.float() * factor

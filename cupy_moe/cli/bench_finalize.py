@@ -11,7 +11,7 @@ from rich.table import Table
 
 from cupy_moe.bench.finalize import measure_finalize
 from cupy_moe.bench.finalize_ranks import FinalizeRow
-from cupy_moe.bench.report import write_json
+from cupy_moe.cli.output import check_files, write_figures
 from cupy_moe.runtime import require_gpu
 
 __all__ = ["TOKENS", "finalize_table", "run_finalize"]
@@ -45,6 +45,7 @@ def _cell(us: float | None, ours: float | None) -> str:
 
 def run_finalize(args: argparse.Namespace, console: Console) -> int:
     """Run ``bench finalize``; contenders that fail are named and do not change the code."""
+    check_files(args)
     require_gpu()
     rows = measure_finalize(args.tokens, args.replays)
     if not rows:
@@ -55,7 +56,5 @@ def run_finalize(args: argparse.Namespace, console: Console) -> int:
         failures.update(row.failures)
     for name, reason in failures.items():
         console.print(f"{name}: {reason}", markup=False)
-    if args.json:
-        write_json(args.json, {"rows": [row.as_dict() for row in rows]})
-        console.print(f"figures written to {args.json}", markup=False)
+    write_figures(args, console, {"rows": [row.as_dict() for row in rows]})
     return 0

@@ -11,9 +11,9 @@ from multiprocessing import get_context
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cupy_moe.cli.options import architecture, positive
+from cupy_moe.cli.output import progress_bar
 from cupy_moe.plan import all_specializations
 from cupy_moe.runtime import require_gpu
 from cupy_moe.runtime.compiler import nvrtc_version, require_arch
@@ -67,16 +67,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     architectures = args.arch or present_architectures()
     for arch in architectures:
         require_arch(arch)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
     console.print(f"NVRTC {nvrtc_version()}, cache {cache_dir()}")
     errors = []
-    with progress:
+    with progress_bar(console) as progress:
         for arch in architectures:
             specs = [
                 index

@@ -18,7 +18,7 @@ from cupy_moe.weights import (
     shard_prepared_moe_weights,
 )
 
-__all__ = ["HOST_RESOURCES", "Fp4Sizes", "fp4_layer", "fp4_tokens", "partition_arguments"]
+__all__ = ["HOST_RESOURCES", "Fp4Sizes", "fp4_layer", "fp4_tokens", "partition_weights"]
 
 HOST_RESOURCES = MoePartitionResources((None, None))
 
@@ -102,7 +102,8 @@ def fp4_layer(
     if form == "whole":
         absent = ("gemm1_bias", "gemm2_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
         return dict.fromkeys(absent) | arguments | {"routing_input_mode": 2} | options
-    return arguments | partition_arguments(mode, form, sizes, arguments) | options
+    shards = partition_weights(mode, form, sizes, arguments)
+    return arguments | shards | {"partition_resources": HOST_RESOURCES} | options
 
 
 def fp4_tokens(mode: str, tokens: int, hidden: int, rng: Any, xp: Any) -> tuple[Any, Any]:
@@ -136,10 +137,10 @@ def _matrix(
     return packed, codes.astype(np.uint8)
 
 
-def partition_arguments(
+def partition_weights(
     mode: str, strategy: str, sizes: Fp4Sizes, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """Cut the weights among a whole layer's arguments; with resources for host memory."""
+    """Cut the weights of a whole layer: arguments of the partitioned one that differ."""
     block = sizes.block_bytes or None
     fc1, fc2 = prepared_weight_layouts(
         weight_dtype="uint8",
@@ -165,6 +166,5 @@ def partition_arguments(
         "gemm2_weights": cut.fc2,
         "gemm1_weights_scale": cut.fc1_scale,
         "gemm2_weights_scale": cut.fc2_scale,
-        "partition_resources": HOST_RESOURCES,
         "partition_strategy": strategy,
     }

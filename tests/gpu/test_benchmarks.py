@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_moe.bench.ceilings import Ceilings, copy_bandwidth, dense_fp8_rates, read_bandwidth
+from cupy_moe.bench.ceilings import Ceilings, copy_bandwidth, dense_fp8, read_bandwidth
 from cupy_moe.bench.contenders import Contender, CupyMoe
-from cupy_moe.bench.layers import BenchLayer, make_batch, make_layer
+from cupy_moe.bench.fp8 import Fp8BenchLayer, make_fp8_bench_layer
 from cupy_moe.bench.measure import measure
-from cupy_moe.bench.peers import PEERS, present_peers
-from cupy_moe.bench.peers.humming import weighted_sum
+from cupy_moe.bench.peers import FP8_PEERS, present_peers
+from cupy_moe.bench.peers.weighted_sum import weighted_sum
 from cupy_moe.bench.timing import capture, free_memory
 from cupy_moe.bench.torch_layer import layer_output, tokens_to_check
 from cupy_moe.bench.workloads import WORKLOADS, Workload
@@ -43,47 +43,40 @@ CHECKED_TOKENS = 512
 @pytest.fixture(scope="module")
 def ceilings(evidence: Evidence) -> Ceilings:
     read, copied = read_bandwidth(), copy_bandwidth()
-    dense, sustained, fast_accumulation = dense_fp8_rates()
+    dense = dense_fp8()
     free_memory()
     evidence.benchmark("ceiling/streaming read of 4 GiB", {"tb_per_s": read / 1e12})
     evidence.benchmark("ceiling/copy of 2 GiB, read + write", {"tb_per_s": copied / 1e12})
-    evidence.benchmark(
-        "ceiling/dense FP8 8192^3",
-        {
-            "tflops": dense / 1e12,
-            "sustained_tflops": sustained / 1e12,
-            "fast_accumulation": fast_accumulation,
-        },
-    )
-    return Ceilings(read, dense, sustained, fast_accumulation)
+    evidence.benchmark("ceiling/dense FP8 8192^3", dense.as_dict())
+    return Ceilings(read, dense)
 
 
 @pytest.fixture(scope="module", params=["W-A", "W-B"])
-def layer(request: pytest.FixtureRequest) -> BenchLayer:
+def layer(request: pytest.FixtureRequest) -> Fp8BenchLayer:
     free_memory()
-    return make_layer(WORKLOADS[request.param])
+    return make_fp8_bench_layer(WORKLOADS[request.param])
 
 
 @pytest.fixture(scope="module")
-def peers(layer: BenchLayer) -> list[Contender]:
+def peers(layer: Fp8BenchLayer) -> list[Contender]:
     """Other implementations that are installed here."""
-    return [peer(layer) for peer in present_peers(PEERS)[0]]
+    return [peer(layer) for peer in present_peers(FP8_PEERS.values())[0]]
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_layer(
     tokens: int,
-    layer: BenchLayer,
+    layer: Fp8BenchLayer,
     peers: list[Contender],
     ceilings: Ceilings,
     evidence: Evidence,
 ) -> None:
-    batch = make_batch(layer.workload, tokens)
+    batch = layer.batch(tokens)
     ours = CupyMoe(layer)
     ids = batch.routings[-1]
     output = ours.prepare(batch.hidden, ids, batch.weights)()
     first = slice(0, CHECKED_TOKENS)
-    arguments = ours.arguments(batch.hidden[first], ids[first], batch.weights[first])
+    arguments = layer.arguments(batch.hidden[first], ids[first], batch.weights[first])
     errors = compare(output[first], torch_oracle(arguments))
     name = f"{layer.workload.title}/T{tokens:05d}"
     evidence.errors(f"fp8 benchmark {name}", errors)
@@ -101,15 +94,15 @@ def test_layer(
         evidence.benchmark(f"fp8 layer {name}/{peer}", {"failed": reason})
 
 
-@pytest.mark.parametrize("key", PEERS)
+@pytest.mark.parametrize("key", FP8_PEERS)
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_installed_peers_are_timed(
-    key: str, tokens: int, layer: BenchLayer, ceilings: Ceilings
+    key: str, tokens: int, layer: Fp8BenchLayer, ceilings: Ceilings
 ) -> None:
     """A whole-layer peer is, by what `measure` demands, close to our output."""
-    if reason := PEERS[key].missing():
+    if reason := FP8_PEERS[key].missing():
         pytest.skip(reason)
-    batch, peer = make_batch(layer.workload, tokens), PEERS[key](layer)
+    batch, peer = layer.batch(tokens), FP8_PEERS[key](layer)
     row = measure(layer, batch, ceilings, replays=3, peers=[peer])
     assert row.failures == {}
     assert peer.name in row.timings
@@ -117,13 +110,13 @@ def test_installed_peers_are_timed(
 
 def test_layer_in_torch_agrees_with_the_oracle() -> None:
     """What `measure` holds our output to; the oracle undoes the weight layout by itself."""
-    layer = make_layer(Workload("small", "none", 1024, 256, 16, 4, 16))
-    batch = make_batch(layer.workload, 64)
+    layer = make_fp8_bench_layer(Workload("small", "none", 1024, 256, 16, 4, 16))
+    batch = layer.batch(64)
     ids = batch.routings[-1]
     tokens = tokens_to_check(layer.workload, ids)
     assert tokens == [0, 21, 42, 63]
     output = layer_output(layer, batch.hidden, ids, batch.weights, tokens)
-    arguments = CupyMoe(layer).arguments(batch.hidden, ids, batch.weights)
+    arguments = layer.arguments(batch.hidden, ids, batch.weights)
     assert compare(output, torch_oracle(arguments).astype(np.float32)[tokens]).rel_l2 < 0.01
 
 
@@ -131,8 +124,8 @@ def test_captured_calls_keep_their_inputs() -> None:
     """Whoever allocates after the capture does not get the memory of the routing."""
     import torch
 
-    layer = make_layer(Workload("small", "none", 1024, 256, 16, 4, 16))
-    batch, ours = make_batch(layer.workload, 4), CupyMoe(layer)
+    layer = make_fp8_bench_layer(Workload("small", "none", 1024, 256, 16, 4, 16))
+    batch, ours = layer.batch(4), CupyMoe(layer)
     captured = capture([ours.prepare(batch.hidden, ids, batch.weights) for ids in batch.routings])
     captured.replay()
     expected = [result.clone() for result in captured.results]

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from cupy_moe.bench.workloads import Ids, Workload
 
-__all__ = ["Assignments", "aligned_order", "local_assignments"]
+__all__ = ["Assignments", "aligned_order", "expert_order", "local_assignments"]
 
 
 @dataclass(frozen=True, eq=False)
 class Assignments:
-    """Local (token, slot) pairs in the order of the slots.
+    """Local (token, slot) pairs, in the order of the slots unless said otherwise.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Assignments:
 
     @property
     def is_every_slot(self) -> bool:
-        """Whether row r is slot r."""
+        """Whether every slot has a row."""
         return self.num_rows == self.row_of_slot.size
 
 
@@ -74,3 +74,14 @@ def aligned_order(
     rows = np.full(block * int(blocks.sum()), experts.size, np.int32)
     rows[padded_start[of_row] + np.arange(experts.size) - start[of_row]] = order
     return rows, np.repeat(np.arange(num_experts, dtype=np.int32), blocks)
+
+
+def expert_order(assigned: Assignments) -> Assignments:
+    """Sort the pairs by expert; equal ones keep their order."""
+    order = np.argsort(assigned.experts, kind="stable")
+    position = np.empty(assigned.num_rows + 1, np.int32)
+    position[order] = np.arange(assigned.num_rows, dtype=np.int32)
+    position[-1] = -1  # of slots without a row
+    return Assignments(
+        assigned.tokens[order], assigned.experts[order], position[assigned.row_of_slot]
+    )
