@@ -34,13 +34,10 @@ template <>
 struct Widen<MoeFormat::Nvfp4> {
   __device__ static void run(const u8* row, const u8* scales, i32 element, u32 (&pairs)[4]) {
     const u32 codes = *reinterpret_cast<const u32*>(row + element / 2);
-    const u32 byte = scales[element / 16];
     u32 multiplier, unused;
-    formats::NvScale::multipliers(byte, 0, multiplier, unused);
+    formats::NvScale::multipliers(scales[element / 16], 0, multiplier, unused);
     formats::widen_e2m1x8(codes, multiplier, pairs);
-    const u32 gain = formats::NvScale::is_rare(byte)
-                         ? formats::NvScale::rare_multiplier(byte)
-                         : formats::encode_bf16x2(formats::NvScale::kGain, formats::NvScale::kGain);
+    const u32 gain = formats::encode_bf16x2(formats::NvScale::kGain, formats::NvScale::kGain);
 #pragma unroll
     for (u32& pair : pairs) pair = formats::mul_bf16x2(pair, gain);
   }

@@ -24,7 +24,7 @@ struct Params {
   i32* expanded_to_permuted;  // [num_slots] row of the slot, or -1
   i32* permuted_to_expanded;  // [padded rows] slot of the row, or -1 for padding
   int4* tile_info;            // [token tiles] expert, its first tile, its tiles, rows in use
-  i32* schedule;              // [3] token tiles in use, tile counters of FC1 and of FC2: 0
+  i32* schedule;              // [5] token tiles in use, tile counters of two FC1 and FC2: 0
   i32 num_slots;
   i32 local_num_experts;
   i32 local_expert_offset;
@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   if constexpr (kClusterSize > 1) ptx::barrier_cluster_arrive_relaxed();
   __syncthreads();
 
-  if (blockIdx.x == 0 && threadIdx.x < 3)
+  if (blockIdx.x == 0 && threadIdx.x < 5)
     p.schedule[threadIdx.x] = threadIdx.x == 0 ? num_tiles : 0;
   place_run(p, run, at, warp_rows);
   write_tiles(p, smem, at, num_tiles);

@@ -2,46 +2,67 @@
 
 from __future__ import annotations
 
-from cupy_moe.kernels.gemm_tiles import TILE_K, MainloopKind
+from cupy_moe.kernels.gemm_tiles import GemmStage, MainloopKind
 from cupy_moe.kernels.grouped_gemm import GemmConfig, bind_grouped_gemm, default_alpha_beta
-from cupy_moe.plan import MoePlan
+from cupy_moe.plan import GemmPart, MoePlan
 from cupy_moe.problem import MoeProblem
 from cupy_moe.runtime.devices import device_guard
 from cupy_moe.runtime.launch import BoundLaunch
-from cupy_moe.runtime.tensor_map import NO_TENSOR_MAP, encode_tensor_map
+from cupy_moe.runtime.tensor_map import NO_TENSOR_MAP, Swizzle, encode_tensor_map
 from cupy_moe.stage_inputs import StageInputs
 from cupy_moe.types import MoeFormat
 
 __all__ = ["bind_fc1", "bind_fc2"]
 
 _WHOLE_ROWS = 30  # as a shift: a block of K that no row is longer than
+_TOKEN_ROW_BYTES = 128  # of a box
+_FP4_BOX_BYTES = 64  # of a row of codes in a box: 128 of K, and no block of K is shorter
 
 
 def _weight_map(
-    device: int, config: GemmConfig, weights: int, experts: int, rows: int, k: int
+    device: int, config: GemmConfig, weights: int, experts: int, part: GemmPart, block: int
 ) -> bytes:
-    """Map of [experts, rows, k] weights: boxes of tile_m rows by one step of K."""
+    """Map of [experts, K / block, rows, block] weights: boxes of tile_m rows.
+
+    E4M3 is cut into blocks of a step of K, FP4 only where its layout is BlockMajorK.
+    """
     if config.mainloop_kind is not MainloopKind.Wgmma:
         return NO_TENSOR_MAP
-    shape, strides = (TILE_K, rows, k // TILE_K, experts), (k, TILE_K, rows * k)
+    if config.moe_format.has_block_scales:
+        row_bytes = part.k // 2
+        block, swizzle = block or row_bytes, Swizzle.NONE
+        pitch, block_pitch = block, block * part.rows
+        box_bytes = _FP4_BOX_BYTES
+    else:
+        row_bytes, block, swizzle = part.k, config.tile_k, Swizzle.BYTES_128
+        pitch, block_pitch, box_bytes = row_bytes, block, block
+    shape = (block, part.rows, row_bytes // block, experts)
+    strides = (pitch, block_pitch, row_bytes * part.rows)
     with device_guard(device):
-        return encode_tensor_map(weights, shape, strides, (TILE_K, config.tile_m, 1, 1))
+        return encode_tensor_map(weights, shape, strides, (box_bytes, config.tile_m, 1, 1), swizzle)
 
 
-def _tile_counter(plan: MoePlan, config: GemmConfig, scratch: dict[str, int]) -> int:
-    """Address of a GEMM's counter: the number of token tiles, then FC1's and FC2's counters."""
-    return scratch["schedule"] + 4 * (1 + config.gemm_stage.value) if plan.take_tiles else 0
+def _tile_counter(plan: MoePlan, config: GemmConfig, scratch: dict[str, int], part: int) -> int:
+    """Address of a GEMM's counter: behind the number of token tiles, FC1's and FC2's of a part."""
+    if not plan.take_tiles:
+        return 0
+    return scratch["schedule"] + 4 * (1 + len(GemmStage) * part + config.gemm_stage.value)
 
 
-def _token_map(device: int, config: GemmConfig, address: int, rows: int, k: int) -> bytes:
-    """Map of [rows, k] tokens that are not gathered: boxes of rows by one step of K."""
+def _token_map(
+    device: int, config: GemmConfig, address: int, rows: int, row_bytes: int, pitch: int
+) -> bytes:
+    """Map of token rows that are not gathered: boxes of rows by 128 bytes."""
     if config.mainloop_kind is not MainloopKind.Wgmma or config.gather_tokens:
         return NO_TENSOR_MAP
+    box = (_TOKEN_ROW_BYTES, config.token_box)
     with device_guard(device):
-        return encode_tensor_map(address, (k, rows), (k,), (TILE_K, config.token_box))
+        return encode_tensor_map(address, (row_bytes, rows), (pitch,), box)
 
 
-def _shared_params(layer: StageInputs, config: GemmConfig) -> dict[str, int | float | bytes]:
+def _shared_params(
+    layer: StageInputs, config: GemmConfig, part: int
+) -> dict[str, int | float | bytes]:
     """Fields that do not depend on the matrix."""
     problem, plan, scratch = layer.problem, layer.plan, layer.scratch
     block, packed = problem.weight_block_bytes, layer.is_packed
@@ -50,7 +71,7 @@ def _shared_params(layer: StageInputs, config: GemmConfig) -> dict[str, int | fl
         "permuted_to_expanded": scratch.get("permuted_to_expanded", 0),
         "tile_info": scratch.get("tile_info", 0),
         "num_n_tiles": scratch.get("schedule", 0),
-        "tile_counter": _tile_counter(plan, config, scratch),
+        "tile_counter": _tile_counter(plan, config, scratch, part),
         "topk_ids": layer.topk_ids,
         "expert_weights": layer.expert_weights if packed else 0,
         "expanded_to_permuted": layer.expanded_to_permuted,
@@ -82,6 +103,7 @@ def bind_fc1(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> Bound
     problem, plan, device, at = layer.problem, layer.plan, layer.device, layer.at
     part, weights = plan.fc1_parts[index], at.gemm1_weights[index]
     experts, element = problem.local_num_experts, _element_bytes(problem)
+    pitch, block = element * problem.hidden_size, problem.weight_block_bytes
     scaled = _uses_scalars(problem)
     return bind_grouped_gemm(
         layer.functions.fc1,
@@ -89,9 +111,11 @@ def bind_fc1(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> Bound
         part.grid,
         stream=stream,
         pdl=pdl,
-        **_shared_params(layer, plan.fc1),
-        token_map=_token_map(device, plan.fc1, layer.tokens, plan.capacity, part.k),
-        weight_map=_weight_map(device, plan.fc1, weights, experts, part.rows, part.k),
+        **_shared_params(layer, plan.fc1, index),
+        token_map=_token_map(
+            device, plan.fc1, layer.tokens, plan.capacity, element * part.k, pitch
+        ),
+        weight_map=_weight_map(device, plan.fc1, weights, experts, part, block),
         weights=weights,
         weight_scales=at.gemm1_scales[index],
         tokens=layer.tokens,
@@ -104,7 +128,7 @@ def bind_fc1(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> Bound
         output=layer.scratch["intermediate"] + part.output_offset,
         m=part.rows,
         k=part.k,
-        token_pitch=element * problem.hidden_size,
+        token_pitch=pitch,
         output_pitch=element * problem.intermediate_size,
         prefetch_steps=plan.prefetch_steps,
     )
@@ -115,6 +139,7 @@ def bind_fc2(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> Bound
     problem, plan, device, at = layer.problem, layer.plan, layer.device, layer.at
     part, weights = plan.fc2_parts[index], at.gemm2_weights[index]
     experts, element = problem.local_num_experts, _element_bytes(problem)
+    pitch, block = element * problem.intermediate_size, problem.weight_block_bytes
     tokens = layer.scratch["intermediate"] + part.token_offset
     output = layer.scratch[part.output_buffer] if part.output_buffer else layer.gemm2_output
     return bind_grouped_gemm(
@@ -123,9 +148,9 @@ def bind_fc2(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> Bound
         part.grid,
         stream=stream,
         pdl=pdl,
-        **_shared_params(layer, plan.fc2),
-        token_map=_token_map(device, plan.fc2, tokens, plan.capacity, part.k),
-        weight_map=_weight_map(device, plan.fc2, weights, experts, part.rows, part.k),
+        **_shared_params(layer, plan.fc2, index),
+        token_map=_token_map(device, plan.fc2, tokens, plan.capacity, element * part.k, pitch),
+        weight_map=_weight_map(device, plan.fc2, weights, experts, part, block),
         weights=weights,
         weight_scales=at.gemm2_scales[index],
         tokens=tokens,
@@ -138,7 +163,7 @@ def bind_fc2(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> Bound
         output=output + part.output_offset,
         m=part.rows,
         k=part.k,
-        token_pitch=element * problem.intermediate_size,
+        token_pitch=pitch,
         output_pitch=2 * problem.hidden_size,
         prefetch_steps=0,
     )

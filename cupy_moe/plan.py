@@ -19,14 +19,20 @@ from cupy_moe.kernels.finalize_rmsnorm import (
     FinalizeRmsnormConfig,
     all_finalize_rmsnorm_configs,
 )
-from cupy_moe.kernels.gemm_tiles import GemmStage, MainloopKind, mainloop_for
+from cupy_moe.kernels.gemm_tiles import GemmStage, MainloopKind, mainloop_for, tile_shape
 from cupy_moe.kernels.grouped_gemm import GemmConfig, all_gemm_configs
-from cupy_moe.kernels.permute import PermuteConfig, all_permute_configs, permute_config
+from cupy_moe.kernels.permute import (
+    SCHEDULE_WORDS,
+    PermuteConfig,
+    all_permute_configs,
+    permute_config,
+)
 from cupy_moe.kernels.route import RouteConfig, all_route_configs, route_config
 from cupy_moe.problem import DeviceTraits, MoeProblem, RoutingSource
 from cupy_moe.tiling import (
     Tiling,
     choose_tiling,
+    multiprocessors,
     prefetch_steps,
     streams_weights,
     takes_tiles,
@@ -138,18 +144,19 @@ def _parts(
             (part(fc2, hidden, inter, num_sms),),
         )
     sms = list(enumerate(problem.partition_sms))
-    fc1_parts = (part(fc1, inter, hidden, n, 0, p * inter, "") for p, n in sms)
+    fc1_rows, fc2_rows = problem.fc1_part_rows, problem.fc2_part_rows
+    fc1_parts = (part(fc1, fc1_rows, hidden, n, 0, p * inter, "") for p, n in sms)
     if problem.strategy == "tp_n_tp_n":
-        fc2_parts = (part(fc2, hidden // 2, inter, n, 0, p * hidden, "") for p, n in sms)
+        fc2_parts = (part(fc2, fc2_rows, inter, n, 0, p * hidden, "") for p, n in sms)
     else:
         fc2_parts = (
-            part(fc2, hidden, inter // 2, n, p * inter, 0, PARTIAL_SUMS[p]) for p, n in sms
+            part(fc2, fc2_rows, inter // 2, n, p * inter, 0, PARTIAL_SUMS[p]) for p, n in sms
         )
     return tuple(fc1_parts), tuple(fc2_parts)
 
 
 def _scratch_buffers(
-    problem: MoeProblem, capacity: int, token_tiles: int, *, sort: bool
+    problem: MoeProblem, capacity: int, token_tiles: int, *, sort: bool, expand: bool
 ) -> list[tuple[str, int]]:
     """Buffers of a plan; what the caller receives is not among them."""
     has_blocks = problem.moe_format.has_block_scales
@@ -161,13 +168,15 @@ def _scratch_buffers(
         buffers += [
             ("permuted_to_expanded", 4 * capacity),
             ("tile_info", 16 * token_tiles),
-            ("schedule", 4 * (1 + len(GemmStage))),
+            ("schedule", 4 * SCHEDULE_WORDS),
         ]
     if problem.routing_source is RoutingSource.Logits:
         buffers.append(("topk_ids", 4 * problem.num_slots))
     row_bytes = 2 * capacity * problem.hidden_size
     if problem.strategy == "tp_n_tp_k":
         buffers += [(name, row_bytes) for name in PARTIAL_SUMS]
+        if expand:
+            buffers.append(("permuted_tokens", row_bytes))
     elif problem.do_finalize:
         buffers.append(("gemm2_output", row_bytes))
     if problem.do_finalize:
@@ -175,6 +184,11 @@ def _scratch_buffers(
         if problem.routing_source is not RoutingSource.Unpacked or problem.rounds_weights:
             buffers.append(("expert_weights", 2 * problem.num_slots))
     return buffers
+
+
+def _blocks(kind: MainloopKind, problem: MoeProblem, tile_m: int, tiling: Tiling) -> int:
+    """Blocks a multiprocessor: the most that the tile has, or the fewest."""
+    return tile_shape(kind, problem.moe_format, tile_m, tiling.tile_n).blocks[-tiling.roomy]
 
 
 @lru_cache(maxsize=4096)
@@ -189,7 +203,7 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
     tiling = tiling or choose_tiling(problem, device)
     if tiling not in tile_candidates(problem, device):
         raise ValueError(f"tiling {tiling} does not fit {problem} on {device.arch}.")
-    kind = mainloop_for(device.arch, problem.moe_format)
+    kind = mainloop_for(device.arch)
     tile_n = tiling.tile_n
     token_tiles = max_token_tiles(problem.num_slots, problem.local_num_experts, tile_n)
     capacity = token_tiles * tile_n
@@ -202,6 +216,7 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         moe_format=problem.moe_format,
         gather_tokens=tiling.gather,
         sort_slots=tiling.sort,
+        blocks=_blocks(kind, problem, tiling.fc1_tile_m, tiling),
     )
     fc2 = GemmConfig.make(
         GemmStage.Fc2,
@@ -212,8 +227,10 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         moe_format=problem.moe_format,
         gather_tokens=False,
         sort_slots=tiling.sort,
+        blocks=_blocks(kind, problem, tiling.fc2_tile_m, tiling),
     )
     fc1_parts, fc2_parts = _parts(problem, fc1, fc2, token_tiles, device.num_sms)
+    num_sms = multiprocessors(problem, device)
     adds_rows = problem.strategy == "tp_n_tp_k" and not problem.do_finalize
     expand = None if tiling.gather else ExpandConfig()
     from_logits = problem.routing_source is RoutingSource.Logits
@@ -236,15 +253,17 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         fc2=fc2,
         fc1_parts=fc1_parts,
         fc2_parts=fc2_parts,
-        take_tiles=takes_tiles(problem, fc1, device.num_sms),
+        take_tiles=takes_tiles(problem, fc1, num_sms),
         stream_weights=streams_weights(problem, tile_n),
-        prefetch_steps=prefetch_steps(problem, fc1, device.num_sms),
+        prefetch_steps=prefetch_steps(problem, fc1, num_sms),
         add_rows=AddRowsConfig() if adds_rows else None,
         finalize=FinalizeConfig(split_sums=problem.strategy == "tp_n_tp_k")
         if problem.do_finalize
         else None,
         scratch=ScratchLayout.pack(
-            _scratch_buffers(problem, capacity, token_tiles, sort=tiling.sort)
+            _scratch_buffers(
+                problem, capacity, token_tiles, sort=tiling.sort, expand=expand is not None
+            )
         ),
     )
 

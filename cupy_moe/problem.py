@@ -83,6 +83,16 @@ class MoeProblem:
         """Rows of one expert's first weight matrix."""
         return self.intermediate_size * (2 if self.activation.is_gated else 1)
 
+    @property
+    def fc1_part_rows(self) -> int:
+        """Those of them that a partition multiplies."""
+        return self.fc1_rows // (1 if self.strategy is None else 2)
+
+    @property
+    def fc2_part_rows(self) -> int:
+        """Rows of one expert's second weight matrix that a partition multiplies."""
+        return self.hidden_size // (2 if self.strategy == "tp_n_tp_n" else 1)
+
 
 @dataclass(slots=True)
 class MoeOperands:

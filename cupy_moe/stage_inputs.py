@@ -40,11 +40,17 @@ class StageInputs:
 
     @property
     def tokens(self) -> int:
-        """What FC1 reads: the caller's array, its permuted copy, or what it was cast to."""
-        if self.plan.cast:
-            return self.scratch["tokens"]
-        # NOTE: the copy is dead when FC2 starts to write, and takes half of its output's bytes.
-        return self.gemm2_output if self.plan.expand else self.at.hidden_states
+        """What FC1 reads: the caller's array, what it was cast to, or a permuted copy of either."""
+        if not self.plan.expand:
+            return self.given_tokens
+        # NOTE: the copy is dead when FC2 starts to write its output, which takes no fewer bytes.
+        # Partial sums of one partition are written while the other one still reads.
+        return self.scratch.get("permuted_tokens") or self.gemm2_output
+
+    @property
+    def given_tokens(self) -> int:
+        """Tokens in the caller's order, as the main loop reads them."""
+        return self.scratch["tokens"] if self.plan.cast else self.at.hidden_states
 
     @property
     def gemm2_output(self) -> int:

@@ -52,21 +52,6 @@ def before_gemms(layer: StageInputs, stream: int) -> Iterator[BoundLaunch]:
             stream=stream,
             pdl=pdl,
         )
-    if functions.expand is not None and plan.expand is not None:
-        yield bind_expand(
-            functions.expand,
-            plan.expand,
-            plan.expand_grid,
-            hidden_states=at.hidden_states,
-            permuted_to_expanded=scratch["permuted_to_expanded"],
-            num_n_tiles=scratch["schedule"],
-            output=layer.tokens,
-            row_bytes=problem.hidden_size,
-            top_k=problem.top_k,
-            tile_n=plan.tile_n,
-            stream=stream,
-            pdl=pdl,
-        )
     if functions.cast is not None and plan.cast is not None:
         yield bind_cast(
             functions.cast,
@@ -74,12 +59,27 @@ def before_gemms(layer: StageInputs, stream: int) -> Iterator[BoundLaunch]:
             num_tokens=problem.num_tokens,
             hidden_states=at.hidden_states,
             scales=at.hidden_states_scale,
-            output=layer.tokens,
+            output=layer.given_tokens,
             topk_weights=at.unrounded_weights,
             expert_weights=layer.expert_weights if at.unrounded_weights else 0,
             hidden_size=problem.hidden_size,
             scale_pitch=problem.token_scale_pitch,
             top_k=problem.top_k,
+            stream=stream,
+            pdl=pdl,
+        )
+    if functions.expand is not None and plan.expand is not None:
+        yield bind_expand(
+            functions.expand,
+            plan.expand,
+            plan.expand_grid,
+            hidden_states=layer.given_tokens,
+            permuted_to_expanded=scratch["permuted_to_expanded"],
+            num_n_tiles=scratch["schedule"],
+            output=layer.tokens,
+            row_bytes=problem.hidden_size * (2 if plan.cast else 1),
+            top_k=problem.top_k,
+            tile_n=plan.tile_n,
             stream=stream,
             pdl=pdl,
         )

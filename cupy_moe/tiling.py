@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 
 from cupy_moe.kernels.gemm_tiles import (
-    TILE_K,
     MainloopKind,
+    TileShape,
     gather_choices,
     mainloop_for,
     sort_choices,
@@ -22,6 +22,7 @@ from cupy_moe.problem import DeviceTraits, MoeProblem
 __all__ = [
     "Tiling",
     "choose_tiling",
+    "multiprocessors",
     "prefetch_steps",
     "streams_weights",
     "takes_tiles",
@@ -38,32 +39,42 @@ class Tiling:
     fc2_tile_m: int
     gather: bool = True  # FC1 gathers token rows itself, else a permuted copy is made first
     sort: bool = False  # the GEMMs sort the slots themselves, else a kernel does it first
+    roomy: bool = False  # the fewest blocks a multiprocessor that the tiles have, else the most
 
     def __str__(self) -> str:
         """Short form for tables: ``128|256 x 64``."""
         notes = ("" if self.gather else " copied") + (" sorting" if self.sort else "")
+        notes += " roomy" if self.roomy else ""
         return f"{self.fc1_tile_m}|{self.fc2_tile_m} x {self.tile_n}{notes}"
 
 
 def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
     """All tilings that divide the problem's weights; any of them gives the same bits."""
-    kind = mainloop_for(device.arch, problem.moe_format)
+    kind = mainloop_for(device.arch)
     shapes = tile_shapes(kind, problem.moe_format)
     return [
-        Tiling(tile_n, fc1_tile_m, fc2_tile_m, gather, sort)
-        for fc1_tile_m, tile_n in shapes
-        for fc2_tile_m, other_tile_n in shapes
-        for gather in gather_choices(kind, fc1_tile_m, tile_n)
-        for sort in sort_choices(tile_n, problem.num_slots)
-        if tile_n == other_tile_n
-        and problem.fc1_rows % fc1_tile_m == 0
-        and problem.hidden_size % fc2_tile_m == 0
+        Tiling(fc1.tile_n, fc1.tile_m, fc2.tile_m, gather, sort, roomy)
+        for fc1 in shapes
+        for fc2 in shapes
+        for gather in gather_choices(kind, fc1.tile_m, fc1.tile_n)
+        for sort in sort_choices(fc1.tile_n, problem.num_slots)
+        for roomy in ((False, True) if len(fc1.blocks + fc2.blocks) > 2 else (False,))
+        if fc1.tile_n == fc2.tile_n
+        and problem.fc1_part_rows % fc1.tile_m == 0
+        and problem.fc2_part_rows % fc2.tile_m == 0
     ]
+
+
+def multiprocessors(problem: MoeProblem, device: DeviceTraits) -> int:
+    """Multiprocessors that a GEMM has: the device's, or the smaller partition's."""
+    return device.num_sms if problem.strategy is None else min(problem.partition_sms)
 
 
 # Largest average number of rows an expert for which a token tile is best: large enough that nearly
 # every expert hit needs one tile, so that its weights are read once. Measured on an H200.
 _WGMMA_SHARES = {8: 2.0, 16: 7.0, 32: 20.0, 64: 40.0}
+# Of FP4 layers, whose weights are widened again for every token tile; a guess.
+_FP4_WGMMA_SHARES = {8: 4.0, 16: 9.0, 32: 20.0, 64: 48.0}
 _COMPUTE_BOUND_SHARE = 128.0  # from here on larger weight tiles win over finer waves
 _TOLERATED_IDLE = 0.05  # of the multiprocessors, averaged over the waves
 _UNEVEN_TILE_N = 64  # from here on the time of a tile follows its rows in use
@@ -82,12 +93,14 @@ def _share(problem: MoeProblem) -> float:
 
 def _choose_tile_n(problem: MoeProblem, kind: MainloopKind) -> int:
     share = _share(problem)
+    has_blocks = problem.moe_format.has_block_scales
     if kind is MainloopKind.Wgmma:
-        return next((tile for tile, most in _WGMMA_SHARES.items() if share <= most), 128)
-    if problem.moe_format.has_block_scales:
+        shares = _FP4_WGMMA_SHARES if has_blocks else _WGMMA_SHARES
+        return next((tile for tile, most in shares.items() if share <= most), 128)
+    if has_blocks:
         # A second tile of an expert widens its weights again: room for most of the spread, too.
         share += 2 * math.sqrt(share)
-    tiles = sorted({tile_n for _, tile_n in tile_shapes(kind, problem.moe_format)})
+    tiles = sorted({shape.tile_n for shape in tile_shapes(kind, problem.moe_format)})
     return next((tile for tile in tiles if tile >= share), tiles[-1])
 
 
@@ -102,32 +115,37 @@ def _expected_waves(
 
 def _choose_tile_m(problem: MoeProblem, rows: int, tile_n: int, num_sms: int) -> int:
     """Largest tile whose last wave leaves few multiprocessors idle, else the least idle one."""
-    largest = 256 if _share(problem) >= _COMPUTE_BOUND_SHARE else 128
-    shapes = tile_shapes(MainloopKind.Wgmma, problem.moe_format)
-    sizes = [m for m, n in shapes if n == tile_n and m <= largest and rows % m == 0]
+    shapes = [
+        shape
+        for shape in tile_shapes(MainloopKind.Wgmma, problem.moe_format)
+        if shape.tile_n == tile_n and rows % shape.tile_m == 0
+    ]
+    if _share(problem) < _COMPUTE_BOUND_SHARE:
+        shapes = [shape for shape in shapes if shape.tile_m <= 128] or shapes
 
-    def busy(tile_m: int) -> float:
-        waves = _expected_waves(problem, rows, tile_m, tile_n, num_sms)
+    def busy(shape: TileShape) -> float:
+        waves = _expected_waves(problem, rows, shape.tile_m, tile_n, num_sms * shape.blocks[0])
         return waves / math.ceil(waves)
 
-    best = max(busy(m) for m in sizes)
-    return max(m for m in sizes if busy(m) >= best - _TOLERATED_IDLE)
+    best = max(busy(shape) for shape in shapes)
+    return max(shape.tile_m for shape in shapes if busy(shape) >= best - _TOLERATED_IDLE)
 
 
 def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
     """Tiling for the sizes and the device; a matter of speed only."""
-    kind = mainloop_for(device.arch, problem.moe_format)
+    kind, num_sms = mainloop_for(device.arch), multiprocessors(problem, device)
     tile_n = _choose_tile_n(problem, kind)
     fc1_tile_m = fc2_tile_m = 128
     if kind is MainloopKind.Wgmma:
-        fc1_tile_m = _choose_tile_m(problem, problem.fc1_rows, tile_n, device.num_sms)
-        fc2_tile_m = _choose_tile_m(problem, problem.hidden_size, tile_n, device.num_sms)
-    waves = _expected_waves(problem, problem.fc1_rows, fc1_tile_m, tile_n, device.num_sms)
+        fc1_tile_m = _choose_tile_m(problem, problem.fc1_part_rows, tile_n, num_sms)
+        fc2_tile_m = _choose_tile_m(problem, problem.fc2_part_rows, tile_n, num_sms)
+    waves = _expected_waves(problem, problem.fc1_part_rows, fc1_tile_m, tile_n, num_sms)
     return Tiling(
         tile_n,
         fc1_tile_m,
         fc2_tile_m,
-        gather=kind is MainloopKind.Mma or tile_n < 128,
+        gather=kind is MainloopKind.Mma
+        or (tile_n < 128 and True in gather_choices(kind, fc1_tile_m, tile_n)),
         sort=waves <= _FEW_WAVES and True in sort_choices(tile_n, problem.num_slots),
     )
 
@@ -139,7 +157,7 @@ def takes_tiles(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> bool:
     """
     if fc1.sort_slots or fc1.mainloop_kind is MainloopKind.Mma:
         return False
-    waves = _expected_waves(problem, problem.fc1_rows, fc1.tile_m, fc1.tile_n, num_sms)
+    waves = _expected_waves(problem, problem.fc1_part_rows, fc1.tile_m, fc1.tile_n, num_sms)
     return fc1.tile_n >= _UNEVEN_TILE_N or waves > _FEW_WAVES
 
 
@@ -157,5 +175,7 @@ def prefetch_steps(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> int:
     is_portable = fc1.mainloop_kind is MainloopKind.Mma
     if is_portable or fc1.sort_slots or not fc1.gather_tokens or share < _ALL_EXPERTS_SHARE:
         return 0
-    step_bytes = num_sms * fc1.tile_m * TILE_K
-    return min(problem.hidden_size // TILE_K, _PREFETCH_BYTES // step_bytes)
+    step_bytes = num_sms * fc1.min_blocks * fc1.tile_m * fc1.tile_k
+    if problem.moe_format.has_block_scales:
+        step_bytes //= 2
+    return min(-(-problem.hidden_size // fc1.tile_k), _PREFETCH_BYTES // step_bytes)

@@ -39,9 +39,12 @@ REGISTERS_OF_AN_SM = 65536
 INSTRUCTIONS = {
     # mma.sync m16n8k16, FP16 or BF16 in, FP32 sums; cp.async.
     MainloopKind.Mma: {"Fc1": ("HMMA.16816.F32", "LDGSTS"), "Fc2": ("HMMA.16816.F32", "LDGSTS")},
-    # wgmma on E4M3; tensor copies. FC1 gathers by cp.async or has its rows in place.
-    MainloopKind.Wgmma: {"Fc1": ("QGMMA", "UTMALDG.4D"), "Fc2": ("QGMMA", "UTMALDG.2D")},
+    # wgmma; tensor copies. FC1 gathers by cp.async or has its rows in place.
+    MainloopKind.Wgmma: {"Fc1": ("GMMA.64x", "UTMALDG.4D"), "Fc2": ("GMMA.64x", "UTMALDG.2D")},
 }
+# wgmma on E4M3, or on BF16 with FP32 sums and the scales of the weights by bulk copies.
+WGMMA_OF_E4M3 = ("QGMMA.64x",)
+WGMMA_OF_FP4 = ("HGMMA.64x", "x16.F32.BF16", "UBLKCP")
 # ptxas says so when it gives up the overlap of tensor cores and copies, or the registers' split.
 PERFORMANCE_WARNING = re.compile(r"\(C7\d\d\d\)")
 LOCAL_MEMORY = ("LDL", "STL")
@@ -137,14 +140,16 @@ def test_blocks_fit_a_multiprocessor(arch, kernels):
 
 def test_grouped_gemm_runs_on_tensor_cores_with_async_copies(arch, kernels):
     listings = [(spec, k.sass) for spec, k in kernels if spec.source == "grouped_gemm" and k.sass]
-    shapes = [tile_shapes(mainloop_for(arch, f), f) for f in MoeFormat]
+    shapes = [tile_shapes(mainloop_for(arch), f) for f in MoeFormat]
     assert len(listings) >= 2 * len(set().union(*shapes))
     for spec, sass in listings:
         config = dict(spec.config)
         kind = config["mainloop_kind"]
         expected = [*INSTRUCTIONS[kind][config["gemm_stage"].name]]
-        if kind is MainloopKind.Wgmma and config["gather_tokens"]:
-            expected.append("LDGSTS")
+        if kind is MainloopKind.Wgmma:
+            is_fp8 = config["moe_format"] is MoeFormat.Fp8
+            expected += WGMMA_OF_E4M3 if is_fp8 else WGMMA_OF_FP4
+            expected += ["LDGSTS"] if config["gather_tokens"] else []
         assert [name for name in expected if name not in sass] == [], spec
         assert [name for name in LOCAL_MEMORY if name in sass] == [], spec
 

@@ -104,8 +104,22 @@ def test_a_tiling_that_does_not_fit_is_refused() -> None:
             plan_moe(replace(LAYER, **changes), H200, sorting)
 
 
-@pytest.mark.parametrize(("tokens", "tile_n"), [(1, 8), (64, 8), (128, 16), (256, 32), (4096, 64)])
-def test_most_experts_of_fp4_layers_have_one_tile(tokens: int, tile_n: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "on_h200", "on_a100"),
+    [(1, 8, 8), (64, 8, 8), (128, 16, 16), (256, 32, 32), (4096, 128, 64)],
+)
+def test_most_experts_of_fp4_layers_have_one_tile(tokens: int, on_h200: int, on_a100: int) -> None:
     problem = replace(LAYER, num_tokens=tokens, moe_format=MoeFormat.Bf16)
-    for device in (H200, A100):
-        assert choose_tiling(problem, device).tile_n == tile_n
+    assert choose_tiling(problem, H200).tile_n == on_h200
+    assert choose_tiling(problem, A100).tile_n == on_a100
+
+
+def test_partitions_are_tiled_for_their_own_multiprocessors() -> None:
+    """Small partitions have more waves, of which larger tiles leave less idle."""
+    sizes = {"num_tokens": 1, "moe_format": MoeFormat.Bf16, "strategy": "tp_n_tp_n"}
+    plans = [plan_moe(replace(LAYER, **sizes, partition_sms=(n, n)), H200) for n in (8, 66)]
+    assert [
+        choose_tiling(replace(LAYER, **sizes, partition_sms=(n, 132)), H200) for n in (8, 66)
+    ] == [choose_tiling(replace(LAYER, **sizes, partition_sms=(n, n)), H200) for n in (8, 66)]
+    for plan, sms in zip(plans, (8, 66), strict=True):
+        assert all(part.grid <= sms * plan.fc1.min_blocks for part in plan.fc1_parts)

@@ -1,43 +1,61 @@
 // What feeds the Hopper main loop (sm_90a): its shared memory, and the roles that fill it.
 //
-// A ring of stages holds a weight tile and a token tile of 128 bytes of K each. Weights come by
-// TMA. Tokens come by TMA where rows are in place, else they are gathered by cp.async. A queue
-// hands the tiles of the block to all roles.
+// A ring of stages holds weights and tokens of a step of K. What a stage holds of weights depends
+// on their number format, which also copies them, by TMA. Tokens lie window by window of K, in rows
+// of 128 bytes; they come by TMA where rows are in place, else they are gathered by cp.async. A
+// queue hands the tiles of the block to all roles.
 #pragma once
 
 #include "common/types.cuh"
 #include "gemm/order.cuh"
 #include "gemm/problem.cuh"
 #include "gemm/scheduler.cuh"
+#include "gemm/stage_e4m3.cuh"
+#include "gemm/stage_fp4.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 
 namespace cupy_moe::gemm {
 
+template <typename Config, MoeFormat kFormat>
+struct StageOf {
+  using type = StageFp4<Config>;
+};
+template <typename Config>
+struct StageOf<Config, MoeFormat::Fp8> {
+  using type = StageE4m3<Config>;
+};
+
 template <typename Config>
 struct FeedWgmma {
+  using Stage = typename StageOf<Config, Config::kMoeFormat>::type;
   static constexpr i32 kNumStages = Config::kNumStages;
-  static constexpr i32 kTileBytesK = 128;                 // one row of the 128-byte swizzle
+  static constexpr i32 kWindows = Stage::kWindows;        // of a stage
+  static constexpr i32 kTokenRowBytes = 128;              // one row of the 128-byte swizzle
   static constexpr i32 kConsumers = Config::kWarpsM / 4;  // warpgroups
+  static constexpr i32 kGroupRows = Config::kTileM / kConsumers;
   static constexpr i32 kConsumerWarps = 4 * kConsumers;
   static constexpr i32 kTokenWarps = Config::kGatherTokens ? 2 : 1;
+  static constexpr i32 kTokenWindowBytes = Config::kTileN * kTokenRowBytes;
   static constexpr i32 kTokenBox = min(Config::kTileN, 32);  // rows of one tensor copy
   static constexpr i32 kScaledRows = kIsFc1<Config> ? Config::kTileN : 1;
-  static_assert(Config::kTileK == kTileBytesK);
 
   using Ring = RingCursor<kNumStages>;
   using Queue = TileQueue<kConsumerWarps + kTokenWarps>;
 
   struct Smem : Order<Config> {
-    alignas(1024) u8 weights[kNumStages][Config::kTileM * kTileBytesK];
-    alignas(1024) u8 tokens[kNumStages][Config::kTileN * kTileBytesK];
+    alignas(1024) u8 tokens[kNumStages][kWindows * kTokenWindowBytes];
+    u8 weights[kNumStages][Stage::kWeightBytes];  // aligned as much, in the 128-byte swizzle
     alignas(16) u8 staging[kConsumers][2][Config::kStagingBytes];
     float token_scale[kConsumers][kScaledRows];
     alignas(8) u64 full[kNumStages];
     u64 empty[kNumStages];
     Queue queue;
   };
+
+  __device__ static i32 num_windows(const Params& p) { return p.k / Stage::kWindow; }
+  __device__ static i32 num_steps(const Params& p) { return ceil_div(num_windows(p), kWindows); }
 
   __device__ static void init_barriers(Smem& smem) {
     if (threadIdx.x == 0) {
@@ -59,7 +77,7 @@ struct FeedWgmma {
     if (expert >= p.local_num_experts) return;
     const i32 row = static_cast<i32>(blockIdx.x) % num_m_tiles * Config::kTileM;
     for (i32 step = 0; step < p.prefetch_steps; ++step) {
-      ptx::tma_prefetch_4d(&p.weight_map, 0, row, step, expert);
+      Stage::prefetch_weights(p, expert, row, step);
     }
   }
 
@@ -75,11 +93,9 @@ struct FeedWgmma {
       if (!tiles.locate(index, tile)) return;
       const u32 next =
           gridDim.x + (p.tile_counter != nullptr ? atomicAdd(p.tile_counter, 1u) : index);
-      for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
+      for (i32 step = 0; step < num_steps(p); ++step, ring.advance()) {
         ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
-        ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot], sizeof(smem.weights[0]));
-        ptx::tma_load_4d(smem.weights[ring.slot], &p.weight_map, &smem.full[ring.slot], 0,
-                         tile.m_tile * Config::kTileM, step, tile.expert, hint);
+        Stage::copy_weights(p, tile, step, smem.weights[ring.slot], &smem.full[ring.slot], hint);
       }
       index = next;
     }
@@ -100,13 +116,19 @@ struct FeedWgmma {
   __device__ static void copy_token_tile(Smem& smem, const Params& p, const Tile& tile,
                                          Ring& ring) {
     const i32 num_boxes = ceil_div(tile.num_rows, kTokenBox);
-    for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
+    const i32 num_all = num_windows(p);
+    for (i32 window = 0; window < num_all; window += kWindows, ring.advance()) {
+      const i32 num_windows = min(kWindows, num_all - window);
       ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot], num_boxes * kTokenBox * kTileBytesK);
-      for (i32 box = 0; box < num_boxes; ++box) {
-        ptx::tma_load_2d(smem.tokens[ring.slot] + box * kTokenBox * kTileBytesK, &p.token_map,
-                         &smem.full[ring.slot], step * kTileBytesK,
-                         tile.first_row + box * kTokenBox, ptx::L2Hint::EvictNormal);
+      ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot],
+                                     num_windows * num_boxes * kTokenBox * kTokenRowBytes);
+      for (i32 i = 0; i < num_windows; ++i) {
+        u8* tokens = smem.tokens[ring.slot] + i * kTokenWindowBytes;
+        for (i32 box = 0; box < num_boxes; ++box) {
+          ptx::tma_load_2d(tokens + box * kTokenBox * kTokenRowBytes, &p.token_map,
+                           &smem.full[ring.slot], (window + i) * kTokenRowBytes,
+                           tile.first_row + box * kTokenBox, ptx::L2Hint::EvictNormal);
+        }
       }
     }
   }
@@ -121,7 +143,7 @@ struct FeedWgmma {
     static_assert(kAhead < kNumStages, "a stage is announced before its successors fill the ring");
     const i32 row = 4 * warp + lane / 8;
     const i32 vector = lane % 8;
-    const i32 offset = row * kTileBytesK + ((vector ^ row) * 16);  // the 128-byte swizzle
+    const i32 offset = row * kTokenRowBytes + ((vector ^ row) * 16);  // the 128-byte swizzle
 
     auto announce = [&](Ring& ring) {
       ptx::fence_proxy_async_shared();
@@ -143,17 +165,22 @@ struct FeedWgmma {
         source[i] = static_cast<u32>(source_row<Config>(p, smem, tile.first_row + r));
       }
       const u8* column = p.tokens + vector * 16;
-      const u32 row_bytes = static_cast<u32>(p.k);
-      for (i32 step = 0; step < p.k / kTileBytesK; ++step, ring.advance()) {
+      const u32 row_bytes = static_cast<u32>(p.token_pitch);
+#pragma unroll 1
+      for (i32 left = num_windows(p); left > 0; left -= kWindows, ring.advance()) {
         ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
         u8* tokens = smem.tokens[ring.slot] + offset;
+#pragma unroll 1
+        for (i32 w = 0; w < kWindows; ++w) {
+          if (w > 0 && w >= left) break;
 #pragma unroll
-        for (i32 i = 0; i < kPasses; ++i) {
-          if (i * kRowsAtOnce >= tile.num_rows) break;
-          ptx::cp_async_cg_16(tokens + i * kRowsAtOnce * kTileBytesK,
-                              column + static_cast<u64>(source[i]) * row_bytes);
+          for (i32 i = 0; i < kPasses; ++i) {
+            if (i * kRowsAtOnce >= tile.num_rows) break;
+            ptx::cp_async_cg_16(tokens + w * kTokenWindowBytes + i * kRowsAtOnce * kTokenRowBytes,
+                                column + static_cast<u64>(source[i]) * row_bytes);
+          }
+          column += kTokenRowBytes;
         }
-        column += kTileBytesK;
         ptx::cp_async_commit_group();
         if (in_flight == kAhead) {
           ptx::cp_async_wait_group<kAhead>();

@@ -4,47 +4,60 @@
 // The last warpgroup fills a ring of stages: its warp 0 copies weight tiles, warp 2 copies token
 // tiles or, with warp 3, gathers token rows. The others multiply; each owns kGroupRows weight rows
 // of the tile, all its tokens and its part of the epilogue. The ring never drains between tiles.
-//
-// The tensor cores keep fewer bits than FP32 between products. Every 128 of K therefore start from
-// zero and are added to FP32 accumulators.
+// How a group multiplies depends on the number format of the operands.
 #pragma once
 
 #include "common/types.cuh"
 #include "gemm/feed_wgmma.cuh"
 #include "gemm/problem.cuh"
+#include "gemm/products_e4m3.cuh"
+#include "gemm/products_fp4.cuh"
 #include "gemm/scheduler.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
-#include "ptx/wgmma.cuh"
 
 namespace cupy_moe::gemm {
+
+template <typename Config, MoeFormat kFormat>
+struct ProductsOf {
+  using type = ProductsFp4<Config>;
+};
+template <typename Config>
+struct ProductsOf<Config, MoeFormat::Fp8> {
+  using type = ProductsE4m3<Config>;
+};
 
 template <typename Config>
 struct MainloopWgmma {
   using Feed = FeedWgmma<Config>;
+  using Products = typename ProductsOf<Config, Config::kMoeFormat>::type;
   using Smem = typename Feed::Smem;
   using Ring = typename Feed::Ring;
   using Queue = typename Feed::Queue;
-  static constexpr i32 kTileBytesK = Feed::kTileBytesK;
+  using Accumulators = typename Products::Accumulators;
   static constexpr i32 kConsumers = Feed::kConsumers;
   static constexpr i32 kConsumerWarps = Feed::kConsumerWarps;
   static constexpr i32 kNumThreads = 128 * (kConsumers + 1);
   static constexpr i32 kGroupThreads = 128;
-  static constexpr i32 kGroupRows = Config::kTileM / kConsumers;
+  static constexpr i32 kGroupRows = Feed::kGroupRows;
   static constexpr i32 kGroupColumns = min(Config::kTileN, 32);  // staged at once
-  static constexpr i32 kFragsM = kGroupRows / 64;
+  static constexpr i32 kFragsM = Products::kFragsM;
   static constexpr i32 kFragsN = Config::kTileN / 8;
   static constexpr i32 kStagedFragsN = kGroupColumns / 8;
-  static constexpr float kAccScale = 1.0f;
+  static constexpr float kAccScale = Products::kAccScale;
   static_assert(kGroupRows % 64 == 0 && Config::kTileN % 8 == 0);
 
-  using Accumulators = float[kFragsM][kFragsN][4];
-
-  // Gathering needs an address a row. Blocks of 384 threads start with 168 registers a thread.
-  static constexpr i32 kProducerRegisters = Config::kGatherTokens ? 64 : 40;
-  static constexpr i32 kConsumerRegisters = Config::kGatherTokens ? 216 : 232;
+  // Of a thread. Gathering needs an address a row, of which small tiles have few.
+  static constexpr i32 kLaunchRegisters = 65536 / (kNumThreads * Config::kMinBlocks) / 8 * 8;
+  static constexpr bool kFewRegisters = kLaunchRegisters < 128;
+  static constexpr i32 kGatherRegisters = kFewRegisters ? (Config::kTileN < 32 ? 32 : 40) : 72;
+  static constexpr i32 kCopyRegisters = kFewRegisters ? 32 : 40;
+  static constexpr i32 kProducerRegisters =
+      Config::kGatherTokens ? kGatherRegisters : kCopyRegisters;
+  static constexpr i32 kConsumerRegisters =
+      min(232, (kLaunchRegisters * kNumThreads - kProducerRegisters * 128) / (128 * kConsumers)) /
+      8 * 8;
 
   // The threads that share rows of an epilogue, and their shared memory. While one half of it is
   // being written out, the other one is filled.
@@ -72,52 +85,6 @@ struct MainloopWgmma {
     __device__ __forceinline__ void acquire_staging() { half ^= 1; }
   };
 
-  // acc += weights[kGroupRows, 128] * tokens[kN, 128]^T of every stage of a tile.
-  template <i32 kN>
-  __device__ static void multiply(Smem& smem, Ring& ring, const Group& group, i32 num_steps,
-                                  Accumulators& acc) {
-    const ptx::Swizzle128Operand weights(smem.weights[0] + group.index * kGroupRows * kTileBytesK);
-    const ptx::Swizzle128Operand tokens(smem.tokens[0]);
-    auto issue = [&](float* d, i32 m) {
-      const u32 a = ring.slot * sizeof(smem.weights[0]) + m * 64 * kTileBytesK;
-      const u32 b = ring.slot * sizeof(smem.tokens[0]);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (i32 k = 0; k < kTileBytesK; k += 32) {
-        ptx::WgmmaE4m3<kN>::mma(d, weights.descriptor(a + k), tokens.descriptor(b + k), k != 0);
-      }
-      ptx::wgmma_commit_group();
-    };
-#pragma unroll 1
-    for (i32 step = 0; step < num_steps; ++step, ring.advance()) {
-      ptx::mbarrier_wait_parity(&smem.full[ring.slot], ring.parity);
-#pragma unroll
-      for (i32 m = 0; m < kFragsM; ++m) {
-        float partial[kN / 2];
-        issue(partial, m);
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_fence_registers(partial);
-#pragma unroll
-        for (i32 i = 0; i < kN / 2; ++i) acc[m][i / 4][i % 4] += partial[i];
-      }
-      if (group.thread % 32 == 0) ptx::mbarrier_arrive(&smem.empty[ring.slot]);
-    }
-  }
-
-  // The narrowest product that covers the rows in use: padding costs no tensor-core time.
-  __device__ static void multiply_rows_in_use(Smem& smem, Ring& ring, const Group& group,
-                                              i32 num_steps, i32 num_rows, Accumulators& acc) {
-    if constexpr (Config::kTileN == 128) {
-      if (num_rows <= 32) return multiply<32>(smem, ring, group, num_steps, acc);
-      if (num_rows <= 64) return multiply<64>(smem, ring, group, num_steps, acc);
-      if (num_rows <= 96) return multiply<96>(smem, ring, group, num_steps, acc);
-    }
-    if constexpr (Config::kTileN == 64) {
-      if (num_rows <= 32) return multiply<32>(smem, ring, group, num_steps, acc);
-    }
-    multiply<Config::kTileN>(smem, ring, group, num_steps, acc);
-  }
-
   template <typename Epilogue>
   __device__ static void consume(Smem& smem, const Params& p, i32 index, Epilogue epilogue) {
     Group group{index, static_cast<i32>(threadIdx.x) % kGroupThreads, smem};
@@ -131,8 +98,8 @@ struct MainloopWgmma {
         smem.token_scale[index][group.thread] =
             load_token_scale<Config>(p, smem, tile.first_row + group.thread);
       }
-      Accumulators acc = {};
-      multiply_rows_in_use(smem, ring, group, p.k / kTileBytesK, tile.num_rows, acc);
+      Accumulators acc;  // of columns in use
+      Products::multiply(smem, ring, tile, index, Feed::num_windows(p), acc);
       if constexpr (kIsFc1<Config>) group.sync();  // token_scale
       epilogue(tile, group, acc, scales);
     }

@@ -158,17 +158,17 @@ struct OperandsFp4 {
   __device__ static void multiply_stage(const u8* stage, Accumulators& acc) {
     const i32 lane = static_cast<i32>(threadIdx.x) % 32;
     ScalePair scales[Warp::kFragsM];
-    bool rare = false;
 #pragma unroll
     for (i32 m = 0; m < Warp::kFragsM; ++m) {
       scales[m].load(stage, Warp::first_row() + 16 * m + lane / 4, lane % 4);
-      rare |= scales[m].is_rare();
     }
-    if (__any_sync(~0u, rare)) {
-      multiply_windows<true>(stage, scales, acc);
-    } else {
-      multiply_windows<false>(stage, scales, acc);
+    if constexpr (Scale::kHasRare) {
+      bool rare = false;
+#pragma unroll
+      for (i32 m = 0; m < Warp::kFragsM; ++m) rare |= scales[m].is_rare();
+      if (__any_sync(~0u, rare)) return multiply_windows<true>(stage, scales, acc);
     }
+    multiply_windows<false>(stage, scales, acc);
   }
 
   template <bool kRare>
@@ -190,8 +190,13 @@ struct OperandsFp4 {
     u32 multipliers[Warp::kFragsM][2];
 #pragma unroll
     for (i32 m = 0; m < Warp::kFragsM; ++m) {
-      const auto& [upper, lower] = scales[m].bytes;
-      Scale::multipliers(upper[window], lower[window], multipliers[m][0], multipliers[m][1]);
+      u32 upper = scales[m].bytes[0][window];
+      u32 lower = scales[m].bytes[1][window];
+      if constexpr (kRare) {
+        upper = Scale::clamp_rare(upper);
+        lower = Scale::clamp_rare(lower);
+      }
+      Scale::multipliers(upper, lower, multipliers[m][0], multipliers[m][1]);
 #pragma unroll
       for (i32 i = 0; i < 2; ++i) {
         const i32 row = Warp::first_row() + 16 * m + 8 * i + lane / 4;

@@ -1,4 +1,4 @@
-// Bulk tensor copies from global to shared memory (sm_90 and later).
+// Bulk copies from global to shared memory (sm_90 and later).
 #pragma once
 
 #include "common/params.cuh"
@@ -34,6 +34,17 @@ __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u6
       "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(cvta_to_shared(smem)),
       "l"(map), "r"(cvta_to_shared(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
       "l"(static_cast<u64>(hint))
+      : "memory");
+}
+
+// Copies `bytes`, a multiple of 16, from one place to another that are aligned as much; they
+// complete `barrier`.
+__device__ __forceinline__ void bulk_load(void* smem, const void* gmem, u64* barrier, i32 bytes,
+                                          L2Hint hint) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(cvta_to_shared(smem)),
+      "l"(gmem), "r"(bytes), "r"(cvta_to_shared(barrier)), "l"(static_cast<u64>(hint))
       : "memory");
 }
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from cupy_moe.types import ActivationType, MoeFormat
 
 __all__ = [
-    "TILE_K",
     "GemmStage",
     "MainloopKind",
+    "TileShape",
     "gather_choices",
     "mainloop_for",
     "output_row_bytes",
     "shared_memory",
     "sort_choices",
     "staged_row_bytes",
+    "tile_shape",
     "tile_shapes",
 ]
-
-TILE_K = 128
 
 
 class GemmStage(Enum):
@@ -36,27 +36,55 @@ class MainloopKind(Enum):
     Wgmma = 1
 
 
-# Weight rows x tokens.
+@dataclass(frozen=True)
+class TileShape:
+    """A tile of the output, and how the threads that multiply share it."""
+
+    tile_m: int  # weight rows
+    tile_n: int  # tokens
+    tile_k: int = 128  # a stage
+    groups: int = 1  # warpgroups of the Hopper loop
+    blocks: tuple[int, ...] = (1,)  # a multiprocessor, the choices
+
+
+def _portable_shapes(sizes: tuple[int, ...]) -> tuple[TileShape, ...]:
+    # NOTE: a register cap of two blocks an SM makes larger token tiles spill (NVRTC 13.0).
+    return tuple(TileShape(128, n, blocks=(2,) if n <= 32 else (1,)) for n in sizes)
+
+
 _TILE_SHAPES = {
-    MainloopKind.Mma: tuple((128, tile_n) for tile_n in (8, 16, 32, 64, 128)),
+    MainloopKind.Mma: _portable_shapes((8, 16, 32, 64, 128)),
     MainloopKind.Wgmma: (
-        *((tile_m, tile_n) for tile_m in (64, 128) for tile_n in (8, 16, 32)),
-        (128, 64),
-        (128, 128),
-        (256, 128),
+        *(TileShape(64, n) for n in (8, 16, 32)),
+        *(TileShape(128, n, groups=2) for n in (8, 16, 32, 64, 128)),
+        TileShape(256, 128, groups=2),
     ),
 }
-# NOTE: a stage of 128 BF16 tokens leaves no room for a third one on sm_86.
 _FP4_TILE_SHAPES = {
-    MainloopKind.Mma: tuple((128, tile_n) for tile_n in (8, 16, 32, 64)),
+    # NOTE: a stage of 128 BF16 tokens leaves no room for a third one on sm_86.
+    MainloopKind.Mma: _portable_shapes((8, 16, 32, 64)),
+    MainloopKind.Wgmma: (
+        TileShape(64, 8, tile_k=256, blocks=(3, 2)),
+        TileShape(128, 8, tile_k=256, groups=2, blocks=(2, 1)),
+        TileShape(128, 16, tile_k=256, groups=2, blocks=(2, 1)),
+        TileShape(256, 16, tile_k=256, groups=4),
+        TileShape(128, 32, groups=2, blocks=(2, 1)),
+        TileShape(128, 64, groups=2),
+        TileShape(256, 64, groups=2),
+        TileShape(128, 128, groups=2),
+        TileShape(256, 128, groups=2),
+    ),
 }
 
 # NOTE: 99 KiB is the most a block may use on sm_86, sm_89 and sm_120; one plan of the portable loop
 # serves every architecture, and two such blocks fit an SM of sm_90 and sm_100.
-_SMEM_LIMIT = {MainloopKind.Mma: 99 * 1024, MainloopKind.Wgmma: 227 * 1024}
+_PORTABLE_SMEM = 99 * 1024
+_HOPPER_SMEM = 227 * 1024  # of a block
+_HOPPER_SM_SMEM = 228 * 1024  # of all blocks, of which each takes 1 KiB more
 _MAX_STAGES = {MainloopKind.Mma: 5, MainloopKind.Wgmma: 24}
-_MAX_FP4_STAGES = 8  # of half the bytes
+_MAX_FP4_STAGES = {MainloopKind.Mma: 8, MainloopKind.Wgmma: 24}  # of half the bytes
 _TILE_QUEUE_DEPTH = 4  # kDepth of gemm::TileQueue
+_SCALE_TILE_ROWS = 128
 
 # What gemm::SortedOrder sorts, a slot a lane of one warp, into tiles of so many tokens.
 MAX_SORTED_SLOTS = 32
@@ -65,15 +93,33 @@ _SORTED_ORDER_BYTES = (16 + 4 * SORTED_TILE_N + 4) * MAX_SORTED_SLOTS + 4
 _SMEM_ALIGNMENT = {MainloopKind.Mma: 128, MainloopKind.Wgmma: 1024}
 
 
-def mainloop_for(arch: str, moe_format: MoeFormat = MoeFormat.Fp8) -> MainloopKind:
+def mainloop_for(arch: str) -> MainloopKind:
     """Best main loop that an architecture (``sm_90a``, ``compute_80``) can run."""
-    has_wgmma = arch.endswith("_90a") and not moe_format.has_block_scales
-    return MainloopKind.Wgmma if has_wgmma else MainloopKind.Mma
+    return MainloopKind.Wgmma if arch.endswith("_90a") else MainloopKind.Mma
 
 
-def tile_shapes(kind: MainloopKind, moe_format: MoeFormat) -> tuple[tuple[int, int], ...]:
-    """Tiles that a main loop has: weight rows, tokens."""
+def tile_shapes(kind: MainloopKind, moe_format: MoeFormat) -> tuple[TileShape, ...]:
+    """Tiles that a main loop has."""
     return (_FP4_TILE_SHAPES if moe_format.has_block_scales else _TILE_SHAPES)[kind]
+
+
+def tile_shape(kind: MainloopKind, moe_format: MoeFormat, tile_m: int, tile_n: int) -> TileShape:
+    """Find the tile of so many weight rows and tokens.
+
+    Raises
+    ------
+    ValueError
+        If the main loop has no such tile.
+    """
+    shapes = tile_shapes(kind, moe_format)
+    for shape in shapes:
+        if (shape.tile_m, shape.tile_n) == (tile_m, tile_n):
+            return shape
+    known = [(shape.tile_m, shape.tile_n) for shape in shapes]
+    raise ValueError(
+        f"tile_m, tile_n must be one of {known} for {kind.name} and {moe_format.name}, "
+        f"got {tile_m}, {tile_n}."
+    )
 
 
 def sort_choices(tile_n: int, num_slots: int = 1) -> tuple[bool, ...]:
@@ -86,8 +132,8 @@ def gather_choices(kind: MainloopKind, tile_m: int, tile_n: int) -> tuple[bool, 
     """Whether FC1 may gather token rows itself, may read a permuted copy, or both."""
     if kind is MainloopKind.Mma or tile_n < 16:
         return (True,)
-    # NOTE: beside the accumulators of the largest tile no registers are left to gather with.
-    return (False,) if tile_m == 256 else (True, False)
+    # NOTE: beside the accumulators of the largest tiles no registers are left to gather with.
+    return (False,) if tile_m == 256 and tile_n >= 64 else (True, False)
 
 
 def _features(stage: GemmStage, activation: ActivationType, weight_rows: int) -> int:
@@ -114,34 +160,45 @@ def staged_row_bytes(
     return num_bytes + 16  # kPitch of epilogue::TileStore
 
 
-def _stage_bytes(moe_format: MoeFormat, tile_m: int, tile_n: int) -> int:
+def _stage_bytes(moe_format: MoeFormat, shape: TileShape) -> int:
     """Weights, their scales and tokens of one step of K."""
+    tile_m, tile_n, tile_k = shape.tile_m, shape.tile_n, shape.tile_k
     if not moe_format.has_block_scales:
-        return (tile_m + tile_n) * TILE_K
-    return tile_m * TILE_K // 2 + tile_m * TILE_K // moe_format.scale_block + tile_n * TILE_K * 2
+        return (tile_m + tile_n) * tile_k
+    scaled_rows = -(-tile_m // _SCALE_TILE_ROWS) * _SCALE_TILE_ROWS
+    scales = scaled_rows * tile_k // moe_format.scale_block
+    return tile_m * tile_k // 2 + scales + tile_n * tile_k * 2
+
+
+def _smem_limit(kind: MainloopKind, blocks: int) -> int:
+    """Most bytes that a block may use beside so many of its kind."""
+    if kind is MainloopKind.Mma:
+        return _PORTABLE_SMEM
+    return min(_HOPPER_SMEM, _HOPPER_SM_SMEM // blocks - 1024)
 
 
 def shared_memory(
     kind: MainloopKind,
     moe_format: MoeFormat,
-    tile_m: int,
-    tile_n: int,
+    shape: TileShape,
+    blocks: int,
     staging_bytes: int,
     scaled_rows: int,
     *,
     sort_slots: bool,
 ) -> tuple[int, int]:
     """Stages that fit and bytes of ``Smem`` of the main loop."""
-    stage_bytes = _stage_bytes(moe_format, tile_m, tile_n)
+    stage_bytes = _stage_bytes(moe_format, shape)
     alignment = _SMEM_ALIGNMENT[kind]
-    most = _MAX_FP4_STAGES if moe_format.has_block_scales else _MAX_STAGES[kind]
+    most = (_MAX_FP4_STAGES if moe_format.has_block_scales else _MAX_STAGES)[kind]
     fixed = 4 * scaled_rows  # token_scale
     if sort_slots:
         fixed += -(-_SORTED_ORDER_BYTES // alignment) * alignment
     if kind is MainloopKind.Mma:
-        fixed += 8 * tile_n  # token_offset; the ring is also the staging memory
+        fixed += 8 * shape.tile_n  # token_offset; the ring is also the staging memory
     else:
         fixed += staging_bytes + (4 + 16) * _TILE_QUEUE_DEPTH
         stage_bytes += 16  # full, empty
-    num_stages = min(most, (_SMEM_LIMIT[kind] - fixed) // stage_bytes)
+    room = _smem_limit(kind, blocks) // alignment * alignment - fixed
+    num_stages = min(most, room // stage_bytes)
     return num_stages, -(-(num_stages * stage_bytes + fixed) // alignment) * alignment

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cupy_moe.kernels.gemm_tiles import (
-    TILE_K,
     GemmStage,
     MainloopKind,
     gather_choices,
@@ -14,6 +13,7 @@ from cupy_moe.kernels.gemm_tiles import (
     shared_memory,
     sort_choices,
     staged_row_bytes,
+    tile_shape,
     tile_shapes,
 )
 from cupy_moe.runtime.jit import KernelSpec
@@ -134,35 +134,29 @@ class GemmConfig:
         moe_format: MoeFormat = MoeFormat.Fp8,
         gather_tokens: bool,
         sort_slots: bool = False,
+        blocks: int | None = None,
     ) -> GemmConfig:
         """Fill in what follows from the tile; FC2 has no activation of its own."""
-        shapes = tile_shapes(kind, moe_format)
-        if (tile_m, tile_n) not in shapes:
-            raise ValueError(
-                f"tile_m, tile_n must be one of {shapes} for {kind.name} and {moe_format.name}, "
-                f"got {tile_m}, {tile_n}."
-            )
+        shape = tile_shape(kind, moe_format, tile_m, tile_n)
         moe_format, activation = _distinct(stage, moe_format, activation)
-        is_wgmma = kind is MainloopKind.Wgmma
-        groups = 2 if is_wgmma and tile_m >= 128 else 1
+        is_wgmma, has_blocks = kind is MainloopKind.Wgmma, moe_format.has_block_scales
+        blocks = blocks or shape.blocks[0]
         staged_tokens = min(tile_n, 32) if is_wgmma else tile_n
-        rows = tile_m // groups
+        rows = tile_m // shape.groups
         staging_bytes = staged_tokens * staged_row_bytes(stage, moe_format, activation, rows)
-        scaled_rows = groups * (tile_n if stage is GemmStage.Fc1 or not is_wgmma else 1)
+        scaled_rows = shape.groups * (tile_n if stage is GemmStage.Fc1 or not is_wgmma else 1)
         num_stages, smem_bytes = shared_memory(
             kind,
             moe_format,
-            tile_m,
-            tile_n,
-            2 * groups * staging_bytes,
+            shape,
+            blocks,
+            2 * shape.groups * staging_bytes,
             scaled_rows,
             sort_slots=sort_slots,
         )
-        has_blocks = moe_format.has_block_scales
         warps_n = 2 if not is_wgmma and not has_blocks and tile_n >= 32 else 1
         # No FP4 weight is widened by two warps.
-        warps_m = 8 if has_blocks and not is_wgmma else 4 * groups
-        most_doubled = 32
+        warps_m = 8 if has_blocks and not is_wgmma else 4 * shape.groups
         producer_warps = 4 if is_wgmma else 0
         return cls(
             gemm_stage=stage,
@@ -171,13 +165,12 @@ class GemmConfig:
             mainloop_kind=kind,
             tile_m=tile_m,
             tile_n=tile_n,
-            tile_k=TILE_K,
+            tile_k=shape.tile_k,
             num_stages=num_stages,
             warps_m=warps_m,
             warps_n=warps_n,
             num_threads=32 * (warps_m * warps_n + producer_warps),
-            # NOTE: a register cap of two blocks an SM makes larger token tiles spill (NVRTC 13.0).
-            min_blocks=2 if not is_wgmma and tile_n <= most_doubled else 1,
+            min_blocks=blocks,
             gather_tokens=gather_tokens,
             sort_slots=sort_slots,
             staging_bytes=staging_bytes,
@@ -208,29 +201,28 @@ def _distinct(
 
 def all_gemm_configs(arch: str) -> list[GemmConfig]:
     """Every specialization a plan for an architecture can ask for."""
-    return [
-        config
-        for moe_format in MoeFormat
-        for config in _configs_of(mainloop_for(arch, moe_format), moe_format)
-    ]
+    kind = mainloop_for(arch)
+    return [config for moe_format in MoeFormat for config in _configs_of(kind, moe_format)]
 
 
 def _configs_of(kind: MainloopKind, moe_format: MoeFormat) -> list[GemmConfig]:
-    shapes = tile_shapes(kind, moe_format)
     fc1 = [
         GemmConfig.make(
             GemmStage.Fc1,
             activation,
             kind,
-            *shape,
+            shape.tile_m,
+            shape.tile_n,
             moe_format=moe_format,
             gather_tokens=gather,
             sort_slots=sort,
+            blocks=blocks,
         )
         for activation in _ACTIVATIONS[moe_format]
-        for shape in shapes
-        for gather in gather_choices(kind, *shape)
-        for sort in sort_choices(shape[1])
+        for shape in tile_shapes(kind, moe_format)
+        for gather in gather_choices(kind, shape.tile_m, shape.tile_n)
+        for sort in sort_choices(shape.tile_n)
+        for blocks in shape.blocks
     ]
     if moe_format is MoeFormat.Mxfp8:
         return fc1  # its FC2 is that of BF16
@@ -239,13 +231,16 @@ def _configs_of(kind: MainloopKind, moe_format: MoeFormat) -> list[GemmConfig]:
             GemmStage.Fc2,
             ActivationType.Identity,
             kind,
-            *shape,
+            shape.tile_m,
+            shape.tile_n,
             moe_format=moe_format,
             gather_tokens=False,
             sort_slots=sort,
+            blocks=blocks,
         )
-        for shape in shapes
-        for sort in sort_choices(shape[1])
+        for shape in tile_shapes(kind, moe_format)
+        for sort in sort_choices(shape.tile_n)
+        for blocks in shape.blocks
     ]
     return fc1 + fc2
 

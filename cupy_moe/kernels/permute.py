@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_LOCAL_EXPERTS",
     "PARAMS",
+    "SCHEDULE_WORDS",
     "PermuteConfig",
     "all_permute_configs",
     "bind_permute",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 MAX_LOCAL_EXPERTS = 2048
+SCHEDULE_WORDS = 5  # token tiles in use, then tile counters of FC1 and FC2 of two partitions
 WARP_SIZE = 32
 
 PARAMS = ParamLayout(

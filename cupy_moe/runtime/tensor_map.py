@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from enum import Enum
 from functools import lru_cache
 
 from cupy_moe.runtime.devices import check
 from cupy_moe.runtime.requirements import import_driver
 
-__all__ = ["NO_TENSOR_MAP", "TENSOR_MAP_BYTES", "encode_tensor_map"]
+__all__ = ["NO_TENSOR_MAP", "TENSOR_MAP_BYTES", "Swizzle", "encode_tensor_map"]
 
 TENSOR_MAP_BYTES = 128
 
@@ -16,11 +17,22 @@ NO_TENSOR_MAP = bytes(TENSOR_MAP_BYTES)
 """For kernels whose parameters have a map that this specialization does not use."""
 
 
+class Swizzle(Enum):
+    """How boxes lie in shared memory; the values are the driver's names."""
+
+    NONE = "CU_TENSOR_MAP_SWIZZLE_NONE"
+    BYTES_128 = "CU_TENSOR_MAP_SWIZZLE_128B"
+
+
 @lru_cache(maxsize=4096)
 def encode_tensor_map(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: Swizzle = Swizzle.BYTES_128,
 ) -> bytes:
-    """Encode a map of bytes whose boxes arrive in shared memory in the 128-byte swizzle.
+    """Encode a map of bytes for copies of boxes into shared memory.
 
     Parameters
     ----------
@@ -32,6 +44,8 @@ def encode_tensor_map(
         Bytes between neighbours of every dimension but the innermost; multiples of 16.
     box : tuple of int
         Extent of what one copy brings; at most 128 in the innermost dimension, 256 in the others.
+        What lies outside of the shape arrives as zeros.
+    swizzle : Swizzle
 
     Returns
     -------
@@ -61,7 +75,7 @@ def encode_tensor_map(
             [u32(extent) for extent in box],
             [u32(1)] * rank,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapSwizzle[swizzle.value],
             # NOTE: fetching 256 bytes for a row of 128 costs 5 % of the bandwidth (H200).
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 
 from cupy_moe import pipeline
-from cupy_moe import plan as plan_module
-from cupy_moe.fused_moe import repeated
-from cupy_moe.plan import MoePlan
-from cupy_moe.problem import DeviceTraits, MoeProblem
 from cupy_moe.runtime.devices import compute_capability
 from cupy_moe.runtime.jit import arch_for
 from cupy_moe.testing.compare import assert_bit_equal, assert_within, compare, to_host
 from cupy_moe.testing.inputs import make_fp8_layer, make_hidden_states, make_topk, move_arguments
-from cupy_moe.tiling import Tiling, tile_candidates
+from cupy_moe.tiling import tile_candidates
 from tests.gpu.support import BF16, full, routed_moe, tolerance_of, torch_oracle
+from tests.gpu.tilings import planned, take_tiles
 from tests.gpu_evidence import Evidence
 
 pytestmark = pytest.mark.gpu
@@ -53,21 +50,6 @@ SHAPES = [
 ]
 
 
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MoeProblem, DeviceTraits]]:
-    """Problems that the pipeline plans from now on."""
-    problems: list[tuple[MoeProblem, DeviceTraits]] = []
-
-    def plan(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = None) -> MoePlan:
-        problems.append((problem, device))
-        return original(problem, device, tiling)
-
-    original = plan_module.plan_moe
-    monkeypatch.setattr(pipeline, "plan_moe", plan)
-    pipeline.plan_for.cache_clear()
-    repeated.accepted.cache_clear()
-    return problems
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_same_bits(shape: Shape, evidence: Evidence, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = planned(monkeypatch)
@@ -88,11 +70,7 @@ def test_same_bits(shape: Shape, evidence: Evidence, monkeypatch: pytest.MonkeyP
     if arch_for(compute_capability(0)) == "sm_90a":
         assert len(candidates) > 20
     for takes_tiles in (False, True):
-        monkeypatch.setattr(
-            plan_module, "takes_tiles", lambda *p, taken=takes_tiles: taken and not p[1].sort_slots
-        )
-        for cached in (plan_module.plan_moe, pipeline.plan_for, pipeline.bind_stages):
-            cached.cache_clear()
+        take_tiles(monkeypatch, takes_tiles)
         for tiling in candidates:
             output = full(chosen.shape, np.nan, BF16, "torch")
             with pipeline.tiled_as(tiling):

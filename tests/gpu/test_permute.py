@@ -122,7 +122,7 @@ def expected(case: Case, ids: np.ndarray, *, packed: bool, poison: int) -> Permu
         with_guard(permutation.expanded_to_permuted, np.int32, poison),
         with_guard(permutation.permuted_to_expanded, np.int32, poison),
         with_guard(tile_info.ravel(), np.int32, poison),
-        with_guard(np.array([tiles.sum(), 0, 0]), np.int32, poison),
+        with_guard(np.array([tiles.sum(), 0, 0, 0, 0]), np.int32, poison),
     )
 
 

@@ -1,0 +1,256 @@
+// FP4 x BF16 products of the Hopper main loop: weights are widened in registers, from where the
+// tensor cores take them, and meet BF16 tokens in shared memory.
+//
+// A weight times its scale is exact in BF16, and so are the products in the FP32 accumulators. A
+// unit is one window of K of 64 rows. While the products of a unit run, the next one is widened.
+// What executes per weight bounds this loop, not the tensor cores.
+#pragma once
+
+#include "common/types.cuh"
+#include "formats/e2m1.cuh"
+#include "gemm/feed_wgmma.cuh"
+#include "gemm/scheduler.cuh"
+#include "gemm/stage_fp4.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace cupy_moe::gemm {
+
+// Columns of the products of a token tile, in ascending order. In a large tile padding would cost
+// time of the tensor cores.
+template <i32... kN>
+struct Widths {};
+template <i32 kTileN>
+struct ProductWidths {
+  using type = Widths<kTileN>;
+};
+template <>
+struct ProductWidths<64> {
+  using type = Widths<32, 48, 64>;
+};
+template <>
+struct ProductWidths<128> {
+  using type = Widths<32, 64, 72, 80, 96, 128>;
+};
+
+template <typename Config>
+struct ProductsFp4 {
+  using Stage = StageFp4<Config>;
+  using Scale = typename Stage::Scale;
+  using Feed = FeedWgmma<Config>;
+  using Smem = typename Feed::Smem;
+  using Ring = typename Feed::Ring;
+  static constexpr i32 kGroupRows = Feed::kGroupRows;
+  static constexpr i32 kFragsM = kGroupRows / 64;
+  // NOTE: ptxas gives every unit of straight code its own registers.
+  static constexpr i32 kUnrolledWindows = kFragsM == 1 ? Stage::kWindows : 1;
+  static constexpr float kAccScale = Scale::kGain;
+  static constexpr i32 kTileN = Config::kTileN;
+  using Accumulators = float[kFragsM][kTileN / 8][4];
+  using Columns = typename ProductWidths<kTileN>::type;
+  using Fragments = u32[4][4];  // of the four products of a unit
+
+  // What a thread has of a unit: of rows g and g + 8 eight bytes of codes, and their scale.
+  struct Codes {
+    uint2 words[2];
+    u32 scales[2];
+  };
+
+  // Offsets in a stage of what a thread reads.
+  struct Place {
+    i32 codes;
+    i32 scales;
+    i32 group_scales;  // of 64 or 128 rows, spread over a warp
+
+    // The scales of a tile of 64 rows are in one half of theirs.
+    __device__ Place(const Tile& tile, i32 group) {
+      const i32 scaled_row = tile.m_tile * Config::kTileM % Stage::kScaleTileRows;
+      const i32 lane = static_cast<i32>(threadIdx.x) % 32;
+      const i32 warp = static_cast<i32>(threadIdx.x) / 32 % 4;
+      const i32 row = group * kGroupRows + 16 * warp + lane / 4;
+      const i32 column = lane % 4 * 16 / Scale::kBlock;
+      codes = row * Stage::kBoxRowBytes + lane % 4 * 8;
+      scales = Stage::kCodeBytes + scale_row(scaled_row + row) + column;
+      group_scales = Stage::kCodeBytes + scale_row(scaled_row + group * kGroupRows) + lane * 16;
+    }
+
+    // Of the scales of a row in the first tile that has it.
+    __device__ static i32 scale_row(i32 row) {
+      constexpr i32 kRows = Stage::kScaleTileRows;
+      return row / kRows * (Stage::kScaleTiles * Stage::kScaleTileBytes) + row % 32 * 16 +
+             row % kRows / 32 * 4;
+    }
+  };
+
+  __device__ __forceinline__ static Codes load(const u8* stage, const Place& place, i32 window,
+                                               i32 m) {
+    const u8* codes = stage + place.codes + window / 2 * Stage::kBoxBytes + window % 2 * 32 +
+                      64 * m * Stage::kBoxRowBytes;
+    const i32 column = window * Stage::kWindow / Scale::kBlock;
+    const u8* scales =
+        stage + place.scales + column / 4 * Stage::kScaleTileBytes + column % 4 + 8 * m;
+    Codes result;
+#pragma unroll
+    for (i32 i = 0; i < 2; ++i) {
+      result.words[i] = *reinterpret_cast<const uint2*>(codes + 8 * i * Stage::kBoxRowBytes);
+      result.scales[i] = scales[8 * i * 16];
+    }
+    return result;
+  }
+
+  // Whether a stage may have scales that need a second multiplier. All warps of a group look at all
+  // scales of the group, so that they agree.
+  __device__ __forceinline__ static bool any_rare(const u8* stage, const Place& place) {
+    if constexpr (Scale::kHasRare) {
+      u32 bits = 0;
+#pragma unroll
+      for (i32 tile = 0; tile < Stage::kScaleTiles; ++tile) {
+        const u8* scales = stage + place.group_scales + tile * Stage::kScaleTileBytes;
+        if constexpr (kGroupRows == 64) {
+          const uint2 words = *reinterpret_cast<const uint2*>(scales);
+          bits |= words.x | words.y;
+        } else {
+          const uint4 words = *reinterpret_cast<const uint4*>(scales);
+          bits |= words.x | words.y | words.z | words.w;
+        }
+      }
+      return __any_sync(~0u, Scale::rare_bits(bits) != 0);
+    }
+    return false;
+  }
+
+  template <bool kRare>
+  __device__ __forceinline__ static void widen(const Codes& codes, Fragments& a) {
+    u32 scales[2] = {codes.scales[0], codes.scales[1]};
+    u32 second[2];
+    if constexpr (kRare) {
+#pragma unroll
+      for (i32 i = 0; i < 2; ++i) {
+        second[i] = Scale::rare_multiplier(scales[i]);
+        scales[i] = Scale::clamp_rare(scales[i]);
+      }
+    }
+    u32 first[2];
+    Scale::multipliers(scales[0], scales[1], first[0], first[1]);
+#pragma unroll
+    for (i32 i = 0; i < 2; ++i) {
+#pragma unroll
+      for (i32 word = 0; word < 2; ++word) {
+        u32 pairs[4];
+        formats::widen_e2m1x8(word == 0 ? codes.words[i].x : codes.words[i].y, first[i], pairs);
+#pragma unroll
+        for (i32 j = 0; j < 4; ++j) {
+          if constexpr (kRare) pairs[j] = formats::mul_bf16x2(pairs[j], second[i]);
+          a[2 * word + j / 2][i + j % 2 * 2] = pairs[j];
+        }
+      }
+    }
+  }
+
+  template <i32 kN>
+  __device__ __forceinline__ static void issue(const Fragments& a,
+                                               const ptx::Swizzle128Operand& tokens, float* d) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (i32 k = 0; k < 4; ++k) ptx::WgmmaBf16<kN>::mma(d, a[k], tokens.descriptor(32 * k));
+    ptx::wgmma_commit_group();
+  }
+
+  // By the narrowest product that covers the columns in use. The branch costs less than a loop for
+  // every width, between which the accumulators would have to be moved.
+  template <i32... kN>
+  __device__ __forceinline__ static void issue_narrowest(Widths<kN...>, const Fragments& a,
+                                                         const ptx::Swizzle128Operand& tokens,
+                                                         i32 num_columns, float* d) {
+    auto issued = [&]<i32 kWidth>() {
+      if (kWidth < kTileN && num_columns > kWidth) return false;
+      issue<kWidth>(a, tokens, d);
+      return true;
+    };
+    (issued.template operator()<kN>() || ...);
+  }
+
+  // A whole stage. When its second unit is widened, the products of the stage before have ended.
+  template <typename Release>
+  __device__ __forceinline__ static void multiply_stage(const u8* stage, const Place& place,
+                                                        const ptx::Swizzle128Operand& tokens,
+                                                        i32 num_columns, Accumulators& acc,
+                                                        Release release_before) {
+    Codes next = load(stage, place, 0, 0);
+#pragma unroll kUnrolledWindows
+    for (i32 window = 0; window < Stage::kWindows; ++window) {
+#pragma unroll
+      for (i32 m = 0; m < kFragsM; ++m) {
+        const Codes codes = next;
+        const i32 next_window = window + (m + 1) / kFragsM;
+        if (next_window < Stage::kWindows)
+          next = load(stage, place, next_window, (m + 1) % kFragsM);
+        ptx::wgmma_wait_group<1>();
+        if (window * kFragsM + m == 1) release_before();
+        Fragments a;
+        widen<false>(codes, a);
+        issue_narrowest(Columns{}, a, tokens.at(window * Feed::kTokenWindowBytes), num_columns,
+                        &acc[m][0][0]);
+      }
+    }
+  }
+
+  // Any stage, of which only the first windows lie in K.
+  __device__ static void multiply_carefully(const u8* stage, const Place& place,
+                                            const ptx::Swizzle128Operand& tokens, i32 num_windows,
+                                            i32 num_columns, Accumulators& acc) {
+#pragma unroll 1
+    for (i32 window = 0; window < num_windows; ++window) {
+#pragma unroll
+      for (i32 m = 0; m < kFragsM; ++m) {
+        Fragments a;
+        widen<Scale::kHasRare>(load(stage, place, window, m), a);
+        issue_narrowest(Columns{}, a, tokens.at(window * Feed::kTokenWindowBytes), num_columns,
+                        &acc[m][0][0]);
+        ptx::wgmma_wait_group<0>();
+      }
+    }
+  }
+
+  // acc = weights[kGroupRows, K] * tokens[num_rows, K]^T of a tile; columns not in use get
+  // anything.
+  __device__ static void multiply(Smem& smem, Ring& ring, const Tile& tile, i32 group,
+                                  i32 num_windows, Accumulators& acc) {
+    const ptx::Swizzle128Operand tokens(smem.tokens[0]);
+    const Place place(tile, group);
+    const i32 num_columns = __shfl_sync(~0u, tile.num_rows, 0);  // lets the compiler see uniformity
+    auto release = [&](i32 slot) {
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&smem.empty[slot]);
+    };
+#pragma unroll
+    for (i32 i = 0; i < kFragsM * kTileN / 2; ++i) (&acc[0][0][0])[i] = 0.0f;
+    while (num_windows > 0) {
+      i32 before = -1;  // the stage whose products are running
+#pragma unroll 1
+      for (; num_windows >= Stage::kWindows; num_windows -= Stage::kWindows) {
+        ptx::mbarrier_wait_parity(&smem.full[ring.slot], ring.parity);
+        const u8* stage = smem.weights[ring.slot];
+        if (any_rare(stage, place)) break;
+        multiply_stage(stage, place, tokens.at(ring.slot * sizeof(smem.tokens[0])), num_columns,
+                       acc, [&] {
+                         if (before >= 0) release(before);
+                       });
+        before = ring.slot;
+        ring.advance();
+      }
+      ptx::wgmma_wait_group<0>();
+      if (before >= 0) release(before);
+      if (num_windows <= 0) break;
+      ptx::mbarrier_wait_parity(&smem.full[ring.slot], ring.parity);
+      multiply_carefully(smem.weights[ring.slot], place,
+                         tokens.at(ring.slot * sizeof(smem.tokens[0])),
+                         min(num_windows, Stage::kWindows), num_columns, acc);
+      num_windows -= Stage::kWindows;
+      release(ring.slot);
+      ring.advance();
+    }
+    ptx::wgmma_fence_registers(*reinterpret_cast<float (*)[kFragsM * kTileN / 2]>(&acc));
+  }
+};
+
+}  // namespace cupy_moe::gemm
