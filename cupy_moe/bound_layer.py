@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary, ref
 
 from cupy_moe.partitioned_launches import PartitionedLaunches
@@ -12,7 +12,6 @@ from cupy_moe.partitions import MoePartitionResources
 from cupy_moe.pipeline import Binding, bind_stages, overrides, plan_for
 from cupy_moe.problem import Addresses, MoeOperands, MoeProblem
 from cupy_moe.results import allocate_result
-from cupy_moe.runtime.array_ref import Array
 from cupy_moe.runtime.graph import RepeatedLaunches
 from cupy_moe.runtime.memory import Memory
 from cupy_moe.runtime.scratch import allocate
@@ -132,74 +131,85 @@ class BoundLayer:
 class RepeatableLayer:
     """A layer that ran, without its arrays: runs on others of the same forms.
 
-    Scratch, and the output unless the caller gives one, are allocated at every run. Runs at
-    the same addresses become a graph as those of a `BoundLayer` do.
+    Scratch, and results that the caller does not give, are allocated at every run. Runs at the same
+    addresses become a graph as those of a `BoundLayer` do.
 
     Parameters
     ----------
     layer : BoundLayer
-        With ``output`` as its result. It is not kept, nor are its arrays and resources.
-    operands : sequence of str
-        Names of `MoeOperands.arrays`, in the order in which `run` takes their addresses.
+        It is not kept, nor are its arrays and resources.
+    operands : mapping
+        Where arrays are among the arguments of `run`, by the names of `MoeOperands.arrays`.
     """
 
     __slots__ = (
-        *("_binding", "_device", "_form", "_framework", "_operands", "_output_shape"),
-        *("_resources", "_scratch_bytes", "_sizes"),
+        *("_binding", "_device", "_form", "_framework", "_names", "_resources"),
+        *("_results", "_scratch_bytes", "_sizes"),
     )
 
-    def __init__(self, layer: BoundLayer, operands: Sequence[str]) -> None:
-        assert layer.result.output is not None
+    def __init__(self, layer: BoundLayer, operands: Mapping[str, int]) -> None:
         self._framework, self._device = layer._framework, layer._device
         self._binding = layer.binding._replace(at=_NOWHERE)
         self._resources = None if layer.resources is None else ref(layer.resources)
-        self._output_shape, self._scratch_bytes = layer.result.output.shape, layer.scratch_bytes
-        self._operands = tuple(operands)
-        # None for what has no effect on the layer.
-        sizes = {name: array.nbytes for name, array in layer.operands.arrays()}
-        self._sizes = tuple(map(sizes.get, operands))
-        form = (self._binding, self._resources, self._operands, self._sizes)
+        self._scratch_bytes = layer.scratch_bytes
+        own = dict(layer.operands.arrays())
+        where = {id(array): operands[name] for name, array in own.items()}
+        # The argument that a result is, or None, shape and dtype of a new one.
+        self._results = [(where.get(id(a)), a.shape, a.dtype) for _, a in layer.result.arrays()]
+        made = ["scratch"] if self._scratch_bytes else []
+        made += [name for name, array in layer.result.arrays() if id(array) not in where]
+        # Nameless is what has no effect on the layer; new memory has no size, as it is distinct.
+        self._names = (*made, *(name if name in own else "" for name in operands))
+        sizes = [own[name].nbytes if name in own else 0 for name in operands]
+        self._sizes = (*(0 for _ in made), *sizes)
+        form = (self._binding, self._resources, self._names, self._sizes)
         self._form = _forms.setdefault(form, _Form())
 
-    def run(self, output: Array | None, addresses: Sequence[int]) -> Array | None:
+    def run(self, arguments: Sequence[Any], addresses: Sequence[int]) -> Any:
         """Enqueue the layer on the current stream.
 
         Parameters
         ----------
-        output : array or None
-            The caller's.
+        arguments : sequence
+            The arrays of the operands are among them.
         addresses : sequence of int
-            Of the operands, the output among them if the caller gives one.
+            Of the operands, in their order.
 
         Returns
         -------
-        array or None
-            ``output``, or a new one; None if nothing was done as the call overwrites an input.
+        array, list of three arrays or None
+            As of the layer that ran; None if nothing was done as the call overwrites an input.
         """
         framework, device = self._framework, self._device
-        scratch_address = output_address = 0
+        made, results = [], []
         if self._scratch_bytes:
             scratch = allocate(framework, self._scratch_bytes, device)
-            scratch_address = scratch.ptr
-        if output is None:
-            made = framework.empty(self._output_shape, "bfloat16", device)
-            output, output_address = made.owner, made.ptr
-        place = (self._form, scratch_address, output_address, *addresses)
+            made.append(scratch.ptr)
+        for argument, shape, dtype in self._results:
+            if argument is None:
+                array = framework.empty(shape, dtype, device)
+                made.append(array.ptr)
+                results.append(array.owner)
+            else:
+                results.append(arguments[argument])
+        place: tuple[Any, ...] = (self._form, *made, *addresses)
         launches = _places.get(place)
         if launches is None:
-            if self._overwrites(addresses):
+            if self._overwrites(place[1:]):
                 return None
-            at = self._addresses(addresses, scratch_address, output_address)
+            at = dict(zip(self._names, place[1:], strict=True))
+            at.setdefault("scratch", at.get("workspace_buffer", 0))
+            binding = self._binding._replace(at=Addresses.of(self._binding.problem, at))
             resources = None if self._resources is None else self._resources()
-            launches = _launches(self._binding._replace(at=at), resources)
+            launches = _launches(binding, resources)
             _places.insert(place, launches)
         launches.enqueue(framework.current_stream(device))
-        return output
+        return results if len(results) > 1 else results[0]
 
     def _overwrites(self, addresses: Sequence[int]) -> bool:
         """Whether an array that is written shares memory with another."""
-        operands = zip(self._operands, addresses, self._sizes, strict=True)
-        spans = sorted((at, at + size, name in _WRITTEN) for name, at, size in operands if size)
+        arrays = zip(self._names, addresses, self._sizes, strict=True)
+        spans = sorted((at, at + size, name in _WRITTEN) for name, at, size in arrays if size)
         end = end_of_written = 0
         for begin, span_end, is_written in spans:
             if begin < (end if is_written else end_of_written):
@@ -207,13 +217,6 @@ class RepeatableLayer:
             end = max(end, span_end)
             end_of_written = max(end_of_written, span_end) if is_written else end_of_written
         return False
-
-    def _addresses(self, addresses: Sequence[int], scratch: int, output: int) -> Addresses:
-        """Where a run works; 0 for scratch and output of the caller's."""
-        operands = zip(self._operands, addresses, self._sizes, strict=True)
-        at = {name: address for name, address, size in operands if size is not None}
-        at["scratch"] = scratch or at.get("workspace_buffer", 0)
-        return Addresses.of(self._binding.problem, {"output": output, **at})
 
 
 class _Form:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from cupy_moe.types import ActivationType, MoeFormat, RoutingMethodType
@@ -144,6 +145,7 @@ _CHOICES = ("moe_format", "strategy", "routed_scaling_factor", "enable_pdl")
 _ARRAY_FIELDS = tuple(f.name for f in fields(MoeOperands) if f.name not in _CHOICES)
 
 
+@cache
 def partition_names(name: str, count: int) -> tuple[str, ...]:
     """Names of what every partition has of something; the name alone without partitions."""
     return (name,) if count == 1 else tuple(f"{name}[{part}]" for part in range(count))

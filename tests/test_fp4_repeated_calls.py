@@ -21,7 +21,7 @@ from cupy_moe.runtime.arrays import describe
 from tests.fp4_calls import FORMS, MODES, case_of, every_argument, fp4_arguments, run
 from tests.moe_cases import STRATEGIES
 from tests.posing import Gpu, Posing, PosingResources, posing_fp4, posing_gpu
-from tests.test_repeated_calls import passes_the_rules, spoilt
+from tests.test_repeated_calls import assert_bound_like, passes_the_rules, spoilt
 
 HOWS = ("shape", "dtype", "gaps", "address", "device")
 ARRAYS = ("hidden_states", "gemm1_weights", "gemm2_weights", "gemm2_weights_scale", "output")
@@ -70,11 +70,18 @@ def test_a_repeated_call_needs_no_rules(gpu: Gpu, form: str, mode: str, given: b
 @each_mode
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("given", [True, False], ids=["output", "allocated"])
+@pytest.mark.parametrize("do_finalize", [True, False])
 def test_other_arrays_of_the_same_forms_need_no_rules(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, form: str, mode: str, case: str, given: bool
+    gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    mode: str,
+    case: str,
+    given: bool,
+    do_finalize: bool,
 ) -> None:
     """They are bound to the addresses that a layer of theirs would be bound to."""
-    arguments = fp4_arguments(mode, case_of(mode, case), form)
+    arguments = fp4_arguments(mode, case_of(mode, case), form, do_finalize=do_finalize)
     tokens = len(arguments["hidden_states"])
     if given:
         arguments["output"] = np.zeros((tokens, 256), ml_dtypes.bfloat16)
@@ -91,12 +98,7 @@ def test_other_arrays_of_the_same_forms_need_no_rules(
     assert passes_the_rules(lambda: results.extend(run(form, second)))
     (call,) = bound.call_args_list
     make = fp4_layers.whole_layer if form == "whole" else fp4_layers.partitioned_layer
-    binding, expected = call.args[0], make(**second).binding
-    at = binding.at
-    assert at.output == describe(results[0]).ptr
-    assert at.scratch != 0
-    made = {"output": at.output, "scratch": at.scratch}
-    assert binding == expected._replace(at=expected.at._replace(**made))
+    assert_bound_like(make(**second), call.args[0], results[0] if len(results) == 1 else results)
 
 
 @each_form

@@ -110,6 +110,7 @@ def every_posing_argument(operation: str, dtype: str) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("absent", [(), ("gemm1_clamp_limit",), ("routing_bias",), ("output",)])
 @pytest.mark.parametrize("method", [0, 2])
+@pytest.mark.parametrize("do_finalize", [True, False])
 def test_other_arrays_of_the_same_forms_need_no_rules(
     gpu: Gpu,
     monkeypatch: pytest.MonkeyPatch,
@@ -117,11 +118,14 @@ def test_other_arrays_of_the_same_forms_need_no_rules(
     dtype: str,
     absent: tuple[str, ...],
     method: int,
+    do_finalize: bool,
 ) -> None:
     """They are bound to the addresses that a layer of theirs would be bound to."""
+    if not do_finalize:
+        absent = (*absent, "workspace_buffer")
     calls = [every_posing_argument(operation, dtype) for _ in range(2)]
     for arguments in calls:
-        arguments.update(dict.fromkeys(absent), routing_method_type=method)
+        arguments.update(dict.fromkeys(absent), routing_method_type=method, do_finalize=do_finalize)
     first, second = calls
     OPERATIONS[operation](**first)
     bound = mock.Mock(side_effect=pipeline.bind_stages)
@@ -130,9 +134,23 @@ def test_other_arrays_of_the_same_forms_need_no_rules(
     assert passes_the_rules(lambda: results.append(OPERATIONS[operation](**second)))
     (call,) = bound.call_args_list
     make = {"routed": fp8_layers.routed_layer, "logits": fp8_layers.logits_layer}[operation]
-    (binding, _), expected = call.args, make(**second).binding
-    assert binding.at.output == describe(results[0]).ptr
-    assert binding == expected._replace(at=expected.at._replace(output=binding.at.output))
+    assert_bound_like(make(**second), call.args[0], results[0])
+
+
+def assert_bound_like(layer: Any, binding: pipeline.Binding, results: Any) -> None:
+    """Bound to the same arrays as a layer, and to results of its own of the same forms."""
+    arrays = results if isinstance(results, list) else [results]
+    made = {"scratch": binding.at.scratch}
+    for (name, expected), array in zip(layer.result.arrays(), arrays, strict=True):
+        found = describe(array)
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        field = "expanded_to_permuted" if name.startswith("expanded") else name
+        assert getattr(binding.at, field) == found.ptr
+        if any(expected is operand for _, operand in layer.operands.arrays()):
+            assert array is expected.owner
+        else:
+            made[field] = found.ptr
+    assert binding == layer.binding._replace(at=layer.binding.at._replace(**made))
 
 
 @pytest.mark.parametrize("shared", ["hidden_states", "routing_logits", "routing_replay_out"])
@@ -159,7 +177,7 @@ def test_overlaps_are_found_among_many_spans() -> None:
     for _ in range(500):
         begins, sizes = rng.integers(0, 150, 5).tolist(), rng.integers(0, 25, 5).tolist()
         layer = object.__new__(bound_layer.RepeatableLayer)
-        layer._operands, layer._sizes = names, tuple(sizes)
+        layer._names, layer._sizes = names, tuple(sizes)
         pairs = ((i, j) for i in written for j in range(5) if i != j)
         expected = any(
             max(begins[i], begins[j]) < min(begins[i] + sizes[i], begins[j] + sizes[j])

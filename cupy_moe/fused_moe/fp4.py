@@ -232,7 +232,7 @@ def prims_ts_fp4_block_scale_moe(
         topk_ids,
         topk_weights,
     )
-    key, filled = run_again(whole_layer, arguments, output)
+    key, filled = run_again(whole_layer, arguments)
     return as_list(run_first(key, whole_layer(*arguments)) if filled is None else filled)
 
 
@@ -365,5 +365,5 @@ def prims_ts_fp4_block_scale_moe_partitioned(
         gemm1_beta,
         gemm1_clamp_limit,
     )
-    key, filled = run_again(partitioned_layer, arguments, output)
+    key, filled = run_again(partitioned_layer, arguments)
     return as_list(run_first(key, partitioned_layer(*arguments)) if filled is None else filled)

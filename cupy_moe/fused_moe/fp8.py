@@ -186,7 +186,7 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
         gemm1_clamp_limit,
         workspace_buffer,
     )
-    key, filled = run_again(routed_layer, arguments, output)
+    key, filled = run_again(routed_layer, arguments)
     return run_first(key, routed_layer(*arguments)) if filled is None else filled
 
 
@@ -338,5 +338,5 @@ def trtllm_fp8_per_tensor_scale_moe(
         gemm1_clamp_limit,
         workspace_buffer,
     )
-    key, filled = run_again(logits_layer, arguments, output)
+    key, filled = run_again(logits_layer, arguments)
     return run_first(key, logits_layer(*arguments)) if filled is None else filled

@@ -81,11 +81,11 @@ class _Reader:
             key.append(ref(arguments[i]))  # equal to another one while both are alive
         return tuple(key), addresses
 
-    def operands(self, make: MakeLayer) -> list[str]:
-        """Names in `MoeOperands.arrays` of the arrays, in the order of their addresses."""
+    def operands(self, make: MakeLayer) -> dict[str, int]:
+        """Where each array of `MoeOperands.arrays` is, in the order of their addresses."""
         names = list(inspect.signature(make).parameters)
         names += [f"{names[i]}[{j}]" for i in self.pairs for j in (0, 1)]
-        return [operand_of(names[i]) for i, _ in self._arrays]
+        return {operand_of(names[i]): i for i, _ in self._arrays}
 
 
 class _NoSignatureError(Exception):
@@ -107,31 +107,30 @@ accepted: Memory[Key | None, RepeatableLayer] = Memory(_MAX_CALLS)
 """Calls that passed the rules, by their keys; None is never among them."""
 
 
-def _signature(make: MakeLayer, arguments: Arguments) -> tuple[Key | None, list[int]]:
-    """All that the rules look at, a key of `accepted`, and addresses for `RepeatableLayer.run`.
+def _signature(make: MakeLayer, arguments: Arguments) -> tuple[Key | None, Arguments, list[int]]:
+    """All that the rules look at, a key of `accepted`; what `RepeatableLayer.run` takes.
 
     Calls that are never remembered have no key.
     """
     kinds = tuple(map(type, arguments))
     if overrides() != _NO_OVERRIDES:
-        return None, []
+        return None, (), []
     try:
         reader = _reader(kinds)
         if reader.pairs:
             pairs = [arguments[i] for i in reader.pairs]
             if any(len(pair) != 2 for pair in pairs):  # never accepted
-                return None, []
+                return None, (), []
             members = tuple(chain(*pairs))
             arguments = arguments + members
             reader = _reader(kinds, tuple(map(type, members)))
-        return reader.read(make, arguments)
+        key, addresses = reader.read(make, arguments)
     except (_NoSignatureError, RuntimeError):  # or a tensor without storage, which the rules name
-        return None, []
+        return None, (), []
+    return key, arguments, addresses
 
 
-def run_again(
-    make: MakeLayer, arguments: Arguments, output: ArrayLike | None
-) -> tuple[Key | None, ArrayLike | None]:
+def run_again(make: MakeLayer, arguments: Arguments) -> tuple[Key | None, Any]:
     """Run a call like one that passed the rules.
 
     Parameters
@@ -140,19 +139,17 @@ def run_again(
         Checks the arguments and makes the layer of an operation.
     arguments : tuple
         Its positional arguments, read before any rule runs.
-    output : array or None
-        That of them.
 
     Returns
     -------
     key : tuple or None
         For `run_first`.
-    output : array or None
-        Filled; None if no such call has passed the rules, or if this one overwrites an input.
+    results : array, list of three arrays or None
+        None if no such call has passed the rules, or if this one overwrites an input.
     """
-    key, addresses = _signature(make, arguments)
+    key, arguments, addresses = _signature(make, arguments)
     known = accepted.get(key)
-    return key, None if known is None else known.run(output, addresses)
+    return key, None if known is None else known.run(arguments, addresses)
 
 
 def run_first(key: Key | None, layer: Layer) -> ArrayLike:
@@ -175,4 +172,4 @@ def _is_repeatable(layer: BoundLayer, plain: Arguments) -> bool:
     may_warn = layer.binding.problem.routing_method is RoutingMethodType.Llama4
     # A key with a NaN equals no other, not even that of the same call.
     has_nan = any(isinstance(v, (float, np.floating)) and np.isnan(v) for v in plain)
-    return layer.result.output is not None and not may_warn and not has_nan
+    return not may_warn and not has_nan

@@ -27,11 +27,13 @@ from tests.gpu.support import (
     LIBRARIES,
     capture,
     full,
+    host_copies,
     overwrite,
     run_in_threads,
     side_stream,
     synchronize,
 )
+from tests.gpu.test_fp8_handle import assert_same
 from tests.moe_cases import STRATEGIES
 
 pytestmark = pytest.mark.gpu
@@ -135,6 +137,20 @@ def test_allocated_results_are_never_mixed_up(library: str, form: str) -> None:
         if len(held) > 3:
             index, output = held.pop(0)
             assert_bit_equal(output, expected[index], f"call {index}")
+
+
+@each_form
+@each_library
+def test_rows_that_are_handed_out(library: str, form: str) -> None:
+    calls = [call_of(form, library, seed, do_finalize=False) for seed in range(3)]
+    expected = [host_copies(run(form, call)) for call in calls]
+    held: list[tuple[int, Any]] = []
+    for step in np.random.default_rng(0).integers(0, 3, 60):
+        held.append((step, run(form, calls[step])))
+        if len(held) > 3:
+            index, results = held.pop(0)
+            assert results[1] is calls[index]["topk_weights"]
+            assert_same(results, expected[index], f"call {index}")
 
 
 @each_form
