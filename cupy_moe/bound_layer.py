@@ -2,63 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary, ref
 
-from cupy_moe.pipeline import Addresses, bind_stages, overrides, plan_for
-from cupy_moe.problem import MoeOperands, MoeProblem, MoeResult
+from cupy_moe.partitioned_launches import PartitionedLaunches
+from cupy_moe.partitions import MoePartitionResources
+from cupy_moe.pipeline import Binding, bind_stages, overrides, plan_for
+from cupy_moe.problem import Addresses, MoeOperands, MoeProblem
 from cupy_moe.results import allocate_result
-from cupy_moe.runtime.array_ref import Array
-from cupy_moe.runtime.arrays import ArrayRef
 from cupy_moe.runtime.graph import RepeatedLaunches
 from cupy_moe.runtime.memory import Memory
 from cupy_moe.runtime.scratch import allocate
 
-__all__ = ["BoundLayer", "LayerOperands", "RepeatableLayer", "fp8_addresses"]
+__all__ = ["BoundLayer", "RepeatableLayer"]
+
+Launches: TypeAlias = RepeatedLaunches | PartitionedLaunches
 
 _MAX_PLACES = 1024  # about 4 KiB each, and a graph
 
-_FP8_FIELDS = tuple(n for n in Addresses._fields if n not in Addresses._field_defaults)
+_NOWHERE = Addresses()
 _WRITTEN = ("routing_replay_out", "output", "workspace_buffer")
 
 
-class LayerOperands(Protocol):
-    """What a layer needs to know of the arrays of any operation."""
-
-    hidden_states: ArrayRef
-    topk_weights: ArrayRef | None
-    output: ArrayRef | None
-    workspace_buffer: ArrayRef | None
-    routed_scaling_factor: float
-    enable_pdl: bool | None
+def _launches(binding: Binding, resources: MoePartitionResources | None) -> Launches:
+    if resources is not None:
+        return PartitionedLaunches(binding, resources)
+    return RepeatedLaunches(
+        binding.device, lambda stream: tuple(chain(*bind_stages(binding, stream)))
+    )
 
 
-OperandsT = TypeVar("OperandsT", bound=LayerOperands)
-
-
-class BoundLayer(Generic[OperandsT]):
+class BoundLayer:
     """One layer on fixed CUDA arrays, with scratch and results of its own.
 
     A run is one launch of a CUDA graph once the layer was prepared, or from its ninth run on, where
     the driver has CUDA 12.3 or newer and the stream is neither captured nor of a green context;
-    else its kernels are launched one by one. Calls of the FP4 operations make a layer each, which
-    runs once and never becomes a graph.
+    else, and always in partitions, its kernels are launched one by one.
 
     Parameters
     ----------
     problem : MoeProblem
         Of at least one token.
-    operands : LayerOperands
+    operands : MoeOperands
         CUDA arrays of one device, validated against the problem. The layer keeps them alive.
-    addresses : callable
-        From operands, result and scratch to the fields of `cupy_moe.problem.Addresses`.
+    resources : MoePartitionResources or None
+        Streams of the partitions, which the layer keeps as well.
 
     Attributes
     ----------
-    problem : MoeProblem
-    operands : LayerOperands
+    binding : Binding
+    operands : MoeOperands
+    resources : MoePartitionResources or None
     result : MoeResult
         Arrays of the kind of ``hidden_states``.
     scratch_bytes : int
@@ -66,15 +62,15 @@ class BoundLayer(Generic[OperandsT]):
     """
 
     __slots__ = (
-        *("_binding", "_device", "_framework", "_launches", "_scratch", "_stream"),
-        *("operands", "problem", "result", "scratch_bytes"),
+        *("_device", "_framework", "_launches", "_scratch", "_stream"),
+        *("binding", "operands", "resources", "result", "scratch_bytes"),
     )
 
     def __init__(
         self,
         problem: MoeProblem,
-        operands: OperandsT,
-        addresses: Callable[[OperandsT, MoeResult, ArrayRef], tuple[Any, ...]],
+        operands: MoeOperands,
+        resources: MoePartitionResources | None = None,
     ) -> None:
         hidden = operands.hidden_states
         framework, device = hidden.framework, hidden.device
@@ -86,11 +82,12 @@ class BoundLayer(Generic[OperandsT]):
             scratch = allocate(framework, self.scratch_bytes, device)
         self.result = allocate_result(problem, operands, plan.capacity)
         self._framework, self._device = framework, device
-        self.problem, self.operands, self._scratch = problem, operands, scratch
-        places = addresses(operands, self.result, scratch)
+        self.operands, self.resources, self._scratch = operands, resources, scratch
+        arrays = chain(operands.arrays(), self.result.arrays(), [("scratch", scratch)])
+        at = Addresses.of(problem, {name: array.ptr for name, array in arrays})
         factor, pdl = operands.routed_scaling_factor, operands.enable_pdl
-        self._binding = (problem, device, arch, tiling, pdl, factor, places)
-        self._launches = RepeatedLaunches(device, partial(bind_stages, *self._binding))
+        self.binding = Binding(problem, device, arch, tiling, pdl, factor, at)
+        self._launches = _launches(self.binding, resources)
         self._stream: int | None = None
 
     def prepare(self) -> None:
@@ -127,82 +124,92 @@ class BoundLayer(Generic[OperandsT]):
 
     def _use_on_another_stream(self) -> None:
         """Tell allocators of memory that a stream uses besides the one it was allocated on."""
-        r = self.result
-        results = (r.output, r.gemm2_output, r.expert_weights, r.expanded_idx_to_permuted_idx)
-        for ref in (self._scratch, *results):
-            if ref is not None:
-                ref.framework.record_stream(ref)
+        for _, array in chain(self.result.arrays(), [("scratch", self._scratch)]):
+            array.framework.record_stream(array)
 
 
 class RepeatableLayer:
     """A layer that ran, without its arrays: runs on others of the same forms.
 
-    Scratch, and the output unless the caller gives one, are allocated at every run. Runs at
-    the same addresses become a graph as those of a `BoundLayer` do.
+    Scratch, and results that the caller does not give, are allocated at every run. Runs at the same
+    addresses become a graph as those of a `BoundLayer` do.
 
     Parameters
     ----------
     layer : BoundLayer
-        With ``output`` as its result. It is not kept, nor are its arrays.
-    operands : sequence of str
-        Fields of `MoeOperands`, in the order in which `run` takes their addresses.
+        It is not kept, nor are its arrays and resources.
+    operands : mapping
+        Where arrays are among the arguments of `run`, by the names of `MoeOperands.arrays`.
     """
 
     __slots__ = (
-        *("_device", "_form", "_framework", "_choices", "_operands", "_output_shape"),
-        *("_scratch_bytes", "_sizes"),
+        *("_binding", "_device", "_form", "_framework", "_names", "_resources"),
+        *("_results", "_scratch_bytes", "_sizes"),
     )
 
-    def __init__(self, layer: BoundLayer[MoeOperands], operands: Sequence[str]) -> None:
-        assert layer.result.output is not None
+    def __init__(self, layer: BoundLayer, operands: Mapping[str, int]) -> None:
         self._framework, self._device = layer._framework, layer._device
-        self._choices = layer._binding[:-1]
-        self._output_shape, self._scratch_bytes = layer.result.output.shape, layer.scratch_bytes
-        self._operands = tuple(operands)
-        # None for what has no effect on the layer.
-        refs = (getattr(layer.operands, name) for name in operands)
-        self._sizes = tuple(None if ref is None else ref.nbytes for ref in refs)
-        form = (self._choices, self._operands, self._sizes)
+        self._binding = layer.binding._replace(at=_NOWHERE)
+        self._resources = None if layer.resources is None else ref(layer.resources)
+        self._scratch_bytes = layer.scratch_bytes
+        own = dict(layer.operands.arrays())
+        where = {id(array): operands[name] for name, array in own.items()}
+        # The argument that a result is, or None, shape and dtype of a new one.
+        self._results = [(where.get(id(a)), a.shape, a.dtype) for _, a in layer.result.arrays()]
+        made = ["scratch"] if self._scratch_bytes else []
+        made += [name for name, array in layer.result.arrays() if id(array) not in where]
+        # Nameless is what has no effect on the layer; new memory has no size, as it is distinct.
+        self._names = (*made, *(name if name in own else "" for name in operands))
+        sizes = [own[name].nbytes if name in own else 0 for name in operands]
+        self._sizes = (*(0 for _ in made), *sizes)
+        form = (self._binding, self._resources, self._names, self._sizes)
         self._form = _forms.setdefault(form, _Form())
 
-    def run(self, output: Array | None, addresses: Sequence[int]) -> Array | None:
+    def run(self, arguments: Sequence[Any], addresses: Sequence[int]) -> Any:
         """Enqueue the layer on the current stream.
 
         Parameters
         ----------
-        output : array or None
-            The caller's.
+        arguments : sequence
+            The arrays of the operands are among them.
         addresses : sequence of int
-            Of the operands, the output among them if the caller gives one.
+            Of the operands, in their order.
 
         Returns
         -------
-        array or None
-            ``output``, or a new one; None if nothing was done as the call overwrites an input.
+        array, list of three arrays or None
+            As of the layer that ran; None if nothing was done as the call overwrites an input.
         """
         framework, device = self._framework, self._device
-        scratch_address = output_address = 0
+        made, results = [], []
         if self._scratch_bytes:
             scratch = allocate(framework, self._scratch_bytes, device)
-            scratch_address = scratch.ptr
-        if output is None:
-            made = framework.empty(self._output_shape, "bfloat16", device)
-            output, output_address = made.owner, made.ptr
-        place = (self._form, scratch_address, output_address, *addresses)
+            made.append(scratch.ptr)
+        for argument, shape, dtype in self._results:
+            if argument is None:
+                array = framework.empty(shape, dtype, device)
+                made.append(array.ptr)
+                results.append(array.owner)
+            else:
+                results.append(arguments[argument])
+        place: tuple[Any, ...] = (self._form, *made, *addresses)
         launches = _places.get(place)
         if launches is None:
-            if self._overwrites(addresses):
+            if self._overwrites(place[1:]):
                 return None
-            binding = self._binding(addresses, scratch_address, output_address)
-            launches = RepeatedLaunches(device, partial(bind_stages, *self._choices, binding))
+            at = dict(zip(self._names, place[1:], strict=True))
+            at.setdefault("scratch", at.get("workspace_buffer", 0))
+            binding = self._binding._replace(at=Addresses.of(self._binding.problem, at))
+            resources = None if self._resources is None else self._resources()
+            launches = _launches(binding, resources)
             _places.insert(place, launches)
         launches.enqueue(framework.current_stream(device))
-        return output
+        return results if len(results) > 1 else results[0]
 
     def _overwrites(self, addresses: Sequence[int]) -> bool:
         """Whether an array that is written shares memory with another."""
-        operands = zip(self._operands, addresses, self._sizes, strict=True)
-        spans = sorted((at, at + size, name in _WRITTEN) for name, at, size in operands if size)
+        arrays = zip(self._names, addresses, self._sizes, strict=True)
+        spans = sorted((at, at + size, name in _WRITTEN) for name, at, size in arrays if size)
         end = end_of_written = 0
         for begin, span_end, is_written in spans:
             if begin < (end if is_written else end_of_written):
@@ -210,17 +217,6 @@ class RepeatableLayer:
             end = max(end, span_end)
             end_of_written = max(end_of_written, span_end) if is_written else end_of_written
         return False
-
-    def _binding(self, addresses: Sequence[int], scratch: int, output: int) -> tuple[int, ...]:
-        """Put together the fields of `Addresses`; 0 for scratch and output of the caller's."""
-        operands = zip(self._operands, addresses, self._sizes, strict=True)
-        at = {name: address for name, address, size in operands if size is not None}
-        made = {
-            "scratch": scratch or at.get("workspace_buffer", 0),
-            "output": output or at.get("output", 0),
-            "expert_weights": at.get("topk_weights", 0),
-        }
-        return tuple((made | at).get(name, 0) for name in _FP8_FIELDS)
 
 
 class _Form:
@@ -233,28 +229,4 @@ class _Form:
 _forms: WeakValueDictionary[tuple[Hashable, ...], _Form] = WeakValueDictionary()
 
 # Forms with the addresses of their arrays, which allocators hand out again.
-_places: Memory[tuple[Hashable, ...], RepeatedLaunches] = Memory(_MAX_PLACES)
-
-
-def fp8_addresses(operands: MoeOperands, result: MoeResult, scratch: ArrayRef) -> tuple[int, ...]:
-    """Fields of `cupy_moe.problem.Addresses`; a plain tuple, as it is made at every call."""
-    o, r = operands, result
-    weights = r.expert_weights or o.topk_weights
-    return (
-        o.hidden_states.ptr,
-        o.gemm1_weights.ptr,
-        o.gemm2_weights.ptr,
-        o.output1_scales.ptr,
-        o.output1_gate_scales.ptr,
-        o.output2_scales.ptr,
-        o.clamp_limit.ptr if o.clamp_limit else 0,
-        o.topk_ids.ptr if o.topk_ids else 0,
-        o.routing_logits.ptr if o.routing_logits else 0,
-        o.routing_bias.ptr if o.routing_bias else 0,
-        o.routing_replay_out.ptr if o.routing_replay_out else 0,
-        scratch.ptr,
-        r.output.ptr if r.output else 0,
-        weights.ptr if weights else 0,
-        r.gemm2_output.ptr if r.gemm2_output else 0,
-        r.expanded_idx_to_permuted_idx.ptr if r.expanded_idx_to_permuted_idx else 0,
-    )
+_places: Memory[tuple[Hashable, ...], Launches] = Memory(_MAX_PLACES)

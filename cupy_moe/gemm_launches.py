@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cupy_moe.kernels.gemm_tiles import GemmStage, MainloopKind
 from cupy_moe.kernels.grouped_gemm import GemmConfig, bind_grouped_gemm, default_alpha_beta
 from cupy_moe.plan import GemmPart, MoePlan
-from cupy_moe.problem import Addresses, MatrixAddresses, MoeProblem, RoutingSource
+from cupy_moe.problem import MoeProblem
 from cupy_moe.runtime.devices import device_guard
-from cupy_moe.runtime.jit import Function
 from cupy_moe.runtime.launch import BoundLaunch
 from cupy_moe.runtime.tensor_map import NO_TENSOR_MAP, Swizzle, encode_tensor_map
+from cupy_moe.stage_inputs import StageInputs
 from cupy_moe.types import MoeFormat
 
-__all__ = ["Places", "bind_fc1", "bind_fc2"]
+__all__ = ["bind_fc1", "bind_fc2"]
 
 _WHOLE_ROWS = 30  # as a shift: a block of K that no row is longer than
 _TOKEN_ROW_BYTES = 128  # of a box
 _FP4_BOX_BYTES = 64  # of a row of codes in a box: 128 of K, and no block of K is shorter
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Addresses of what the GEMMs of a layer read and write."""
-
-    at: Addresses
-    scratch: dict[str, int]
-    tokens: int  # of FC1
-    gemm2_output: int
-    topk_ids: int
-    expert_weights: int
-    expanded_to_permuted: int
-
-    def matrix(self, part: int) -> MatrixAddresses:
-        """Weights and block scales of a partition."""
-        if self.at.matrices:
-            return self.at.matrices[part]
-        return MatrixAddresses(self.at.gemm1_weights, 0, self.at.gemm2_weights, 0)
 
 
 def _weight_map(
@@ -82,27 +61,27 @@ def _token_map(
 
 
 def _shared_params(
-    problem: MoeProblem, plan: MoePlan, config: GemmConfig, places: Places, part: int
+    layer: StageInputs, config: GemmConfig, part: int
 ) -> dict[str, int | float | bytes]:
     """Fields that do not depend on the matrix."""
-    scratch, block = places.scratch, problem.weight_block_bytes
-    packed = problem.routing_source is RoutingSource.Packed
+    problem, plan, scratch = layer.problem, layer.plan, layer.scratch
+    block, packed = problem.weight_block_bytes, layer.is_packed
     alpha, beta = default_alpha_beta(problem.activation)
     return {
         "permuted_to_expanded": scratch.get("permuted_to_expanded", 0),
         "tile_info": scratch.get("tile_info", 0),
         "num_n_tiles": scratch.get("schedule", 0),
         "tile_counter": _tile_counter(plan, config, scratch, part),
-        "topk_ids": places.topk_ids,
-        "expert_weights": places.expert_weights if packed else 0,
-        "expanded_to_permuted": places.expanded_to_permuted,
+        "topk_ids": layer.topk_ids,
+        "expert_weights": layer.expert_weights if packed else 0,
+        "expanded_to_permuted": layer.expanded_to_permuted,
         "num_slots": problem.num_slots,
         "packed_ids": packed,
         "local_num_experts": problem.local_num_experts,
         "local_expert_offset": problem.local_expert_offset,
         "weight_block_shift": block.bit_length() - 1 if block else _WHOLE_ROWS,
         "top_k": problem.top_k,
-        "token_scales_are_f32": problem.expert_weights_dtype == "float32",
+        "token_scales_are_f32": layer.weights_are_f32,
         "stream_weights": plan.stream_weights,
         "default_alpha": alpha,
         "default_beta": beta,
@@ -119,42 +98,34 @@ def _element_bytes(problem: MoeProblem) -> int:
     return 2 if problem.moe_format.has_block_scales else 1
 
 
-def bind_fc1(
-    function: Function,
-    problem: MoeProblem,
-    plan: MoePlan,
-    places: Places,
-    index: int,
-    device: int,
-    stream: int,
-    pdl: bool,
-) -> BoundLaunch:
+def bind_fc1(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> BoundLaunch:
     """Bind FC1 with the activation, or what partition ``index`` computes of it."""
-    part, matrix, at = plan.fc1_parts[index], places.matrix(index), places.at
+    problem, plan, device, at = layer.problem, layer.plan, layer.device, layer.at
+    part, weights = plan.fc1_parts[index], at.gemm1_weights[index]
     experts, element = problem.local_num_experts, _element_bytes(problem)
     pitch, block = element * problem.hidden_size, problem.weight_block_bytes
     scaled = _uses_scalars(problem)
     return bind_grouped_gemm(
-        function,
+        layer.functions.fc1,
         plan.fc1,
         part.grid,
         stream=stream,
         pdl=pdl,
-        **_shared_params(problem, plan, plan.fc1, places, index),
+        **_shared_params(layer, plan.fc1, index),
         token_map=_token_map(
-            device, plan.fc1, places.tokens, plan.capacity, element * part.k, pitch
+            device, plan.fc1, layer.tokens, plan.capacity, element * part.k, pitch
         ),
-        weight_map=_weight_map(device, plan.fc1, matrix.gemm1_weights, experts, part, block),
-        weights=matrix.gemm1_weights,
-        weight_scales=matrix.gemm1_scales,
-        tokens=places.tokens,
+        weight_map=_weight_map(device, plan.fc1, weights, experts, part, block),
+        weights=weights,
+        weight_scales=at.gemm1_scales[index],
+        tokens=layer.tokens,
         output_scales=at.output1_scales if scaled else 0,
         gate_scales=at.output1_gate_scales if scaled else 0,
         clamp_limits=at.clamp_limit,
         alphas=at.alpha,
         betas=at.beta,
-        token_scales=places.expert_weights if problem.scale_input else 0,
-        output=places.scratch["intermediate"] + part.output_offset,
+        token_scales=layer.expert_weights if problem.scale_input else 0,
+        output=layer.scratch["intermediate"] + part.output_offset,
         m=part.rows,
         k=part.k,
         token_pitch=pitch,
@@ -163,35 +134,27 @@ def bind_fc1(
     )
 
 
-def bind_fc2(
-    function: Function,
-    problem: MoeProblem,
-    plan: MoePlan,
-    places: Places,
-    index: int,
-    device: int,
-    stream: int,
-    pdl: bool,
-) -> BoundLaunch:
+def bind_fc2(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> BoundLaunch:
     """Bind FC2, or what partition ``index`` computes of it."""
-    part, matrix = plan.fc2_parts[index], places.matrix(index)
+    problem, plan, device, at = layer.problem, layer.plan, layer.device, layer.at
+    part, weights = plan.fc2_parts[index], at.gemm2_weights[index]
     experts, element = problem.local_num_experts, _element_bytes(problem)
     pitch, block = element * problem.intermediate_size, problem.weight_block_bytes
-    tokens = places.scratch["intermediate"] + part.token_offset
-    output = places.scratch[part.output_buffer] if part.output_buffer else places.gemm2_output
+    tokens = layer.scratch["intermediate"] + part.token_offset
+    output = layer.scratch[part.output_buffer] if part.output_buffer else layer.gemm2_output
     return bind_grouped_gemm(
-        function,
+        layer.functions.fc2,
         plan.fc2,
         part.grid,
         stream=stream,
         pdl=pdl,
-        **_shared_params(problem, plan, plan.fc2, places, index),
+        **_shared_params(layer, plan.fc2, index),
         token_map=_token_map(device, plan.fc2, tokens, plan.capacity, element * part.k, pitch),
-        weight_map=_weight_map(device, plan.fc2, matrix.gemm2_weights, experts, part, block),
-        weights=matrix.gemm2_weights,
-        weight_scales=matrix.gemm2_scales,
+        weight_map=_weight_map(device, plan.fc2, weights, experts, part, block),
+        weights=weights,
+        weight_scales=at.gemm2_scales[index],
         tokens=tokens,
-        output_scales=places.at.output2_scales if _uses_scalars(problem) else 0,
+        output_scales=at.output2_scales if _uses_scalars(problem) else 0,
         gate_scales=0,
         clamp_limits=0,
         alphas=0,

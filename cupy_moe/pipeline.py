@@ -1,6 +1,6 @@
 """The stages of a mixture-of-experts layer on a GPU, in order, one launch each.
 
-`cupy_moe.stages` says what comes before and after the GEMMs, `cupy_moe.fused_moe.fp4_bound` where
+`cupy_moe.stages` says what comes before and after the GEMMs, `cupy_moe.partitioned_launches` where
 partitions fork and join. Every call is graph-safe: grids and buffers follow from sizes, counts stay
 on the device, nothing synchronizes.
 
@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from cupy_moe.gemm_launches import bind_fc1, bind_fc2
 from cupy_moe.plan import KernelConfig, MoePlan, plan_moe
 from cupy_moe.problem import Addresses, DeviceTraits, MoeProblem
 from cupy_moe.runtime.compiler import capability_of
@@ -28,13 +29,13 @@ from cupy_moe.runtime.devices import (
 )
 from cupy_moe.runtime.jit import Function, arch_for, load
 from cupy_moe.runtime.launch import BoundLaunch
-from cupy_moe.stages import Functions, StageInputs, after_gemms, before_gemms, fc1, fc2
+from cupy_moe.stage_inputs import Functions, StageInputs
+from cupy_moe.stages import after_gemms, before_gemms
 from cupy_moe.tiling import Tiling
 
 __all__ = [
-    "Addresses",
-    "PartitionedStages",
-    "bind_partitioned_stages",
+    "Binding",
+    "Stages",
     "bind_stages",
     "compiled_for",
     "overrides",
@@ -121,17 +122,29 @@ def _load(
     )
 
 
-def _inputs(
-    problem: MoeProblem,
-    device: int,
-    arch: str | None,
-    tiling: Tiling | None,
-    enable_pdl: bool | None,
-    routed_scaling_factor: float,
-    addresses: tuple[Any, ...],
-    stream: int,
-) -> StageInputs:
-    at = Addresses(*addresses)
+class Binding(NamedTuple):
+    """All that the launches of a layer follow from, but for streams."""
+
+    problem: MoeProblem
+    device: int
+    arch: str | None
+    tiling: Tiling | None
+    enable_pdl: bool | None
+    routed_scaling_factor: float
+    at: Addresses
+
+
+class Stages(NamedTuple):
+    """Launches of a layer: on the caller's stream, and the GEMMs on one stream per partition."""
+
+    before: tuple[BoundLaunch, ...]
+    fc1: tuple[BoundLaunch, ...]
+    fc2: tuple[BoundLaunch, ...]
+    after: tuple[BoundLaunch, ...]
+
+
+def _inputs(binding: Binding, stream: int) -> StageInputs:
+    problem, device, arch, tiling, enable_pdl, factor, at = binding
     plan = plan_for(problem, device, arch, tiling)
     return StageInputs(
         problem=problem,
@@ -140,23 +153,24 @@ def _inputs(
         at=at,
         device=device,
         pdl=enable_pdl is not False and capability_of(plan.arch) >= _FIRST_PDL_CAPABILITY,
-        routed_scaling_factor=routed_scaling_factor,
+        routed_scaling_factor=factor,
         scratch={name: at.scratch + offset for name, offset in plan.scratch.offsets.items()},
     )
 
 
 @lru_cache(maxsize=_MAX_BOUND_LAYERS)
-def bind_stages(
-    problem: MoeProblem,
-    device: int,
-    arch: str | None,
-    tiling: Tiling | None,
-    enable_pdl: bool | None,
-    routed_scaling_factor: float,
-    addresses: tuple[Any, ...],
-    stream: int,
-) -> tuple[BoundLaunch, ...]:
-    """Bind the stages of a layer, in order, to the fields of `Addresses` and a stream.
+def bind_stages(binding: Binding, stream: int, partition_streams: tuple[int, ...] = ()) -> Stages:
+    """Bind the stages of a layer to streams.
+
+    What follows an event of another stream is launched after all of its predecessor.
+
+    Parameters
+    ----------
+    binding : Binding
+    stream : int
+        Handle of the caller's stream.
+    partition_streams : tuple of int
+        One per partition; empty without partitions.
 
     Raises
     ------
@@ -165,47 +179,12 @@ def bind_stages(
     RuntimeError
         If a kernel would have to be loaded during a stream capture.
     """
-    choices = arch, tiling, enable_pdl, routed_scaling_factor
-    layer = _inputs(problem, device, *choices, addresses, stream)
-    return (
-        *before_gemms(layer, stream),
-        fc1(layer, 0, stream, pdl=layer.pdl),
-        fc2(layer, 0, stream, pdl=layer.pdl),
-        *after_gemms(layer, stream, pdl=layer.pdl),
-    )
-
-
-class PartitionedStages(NamedTuple):
-    """Launches of a layer in partitions: on the caller's stream, or on one stream each."""
-
-    before: tuple[BoundLaunch, ...]
-    fc1: tuple[BoundLaunch, ...]
-    fc2: tuple[BoundLaunch, ...]
-    after: tuple[BoundLaunch, ...]
-
-
-@lru_cache(maxsize=_MAX_BOUND_LAYERS)
-def bind_partitioned_stages(
-    problem: MoeProblem,
-    device: int,
-    arch: str | None,
-    tiling: Tiling | None,
-    enable_pdl: bool | None,
-    routed_scaling_factor: float,
-    addresses: tuple[Any, ...],
-    stream: int,
-    partition_streams: tuple[int, ...],
-) -> PartitionedStages:
-    """Bind the stages of a layer in partitions; errors are those of `bind_stages`.
-
-    What follows an event of another stream is launched after all of its predecessor.
-    """
-    choices = arch, tiling, enable_pdl, routed_scaling_factor
-    layer = _inputs(problem, device, *choices, addresses, stream)
-    streams = list(enumerate(partition_streams))
-    return PartitionedStages(
+    layer = _inputs(binding, stream)
+    pdl = layer.pdl and not partition_streams
+    streams = list(enumerate(partition_streams or (stream,)))
+    return Stages(
         before=tuple(before_gemms(layer, stream)),
-        fc1=tuple(fc1(layer, part, at, pdl=False) for part, at in streams),
-        fc2=tuple(fc2(layer, part, at, pdl=False) for part, at in streams),
-        after=tuple(after_gemms(layer, stream, pdl=False)),
+        fc1=tuple(bind_fc1(layer, part, at, pdl=pdl) for part, at in streams),
+        fc2=tuple(bind_fc2(layer, part, at, pdl=pdl) for part, at in streams),
+        after=tuple(after_gemms(layer, stream, pdl=pdl)),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from cupy_moe.types import ActivationType, MoeFormat, RoutingMethodType
@@ -14,12 +16,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Addresses",
     "DeviceTraits",
-    "MatrixAddresses",
     "MoeOperands",
     "MoeProblem",
     "MoeResult",
     "RoutingSource",
     "Strategy",
+    "partition_names",
 ]
 
 Strategy: TypeAlias = Literal["tp_n_tp_n", "tp_n_tp_k"]
@@ -95,14 +97,23 @@ class MoeProblem:
 
 @dataclass(slots=True)
 class MoeOperands:
-    """The arrays of one call; ``None`` where the call has none."""
+    """The arrays of one call; ``None`` where the call has none.
 
+    Weights and their block scales are one array per partition, and one without partitions.
+    """
+
+    moe_format: MoeFormat
     hidden_states: ArrayRef
-    gemm1_weights: ArrayRef
-    gemm2_weights: ArrayRef
+    gemm1_weights: tuple[ArrayRef, ...]
+    gemm2_weights: tuple[ArrayRef, ...]
     output1_scales: ArrayRef
     output1_gate_scales: ArrayRef
     output2_scales: ArrayRef
+    hidden_states_scale: ArrayRef | None = None
+    gemm1_scales: tuple[ArrayRef, ...] = ()
+    gemm2_scales: tuple[ArrayRef, ...] = ()
+    alpha: ArrayRef | None = None
+    beta: ArrayRef | None = None
     clamp_limit: ArrayRef | None = None
     topk_ids: ArrayRef | None = None  # packed words or ids
     topk_weights: ArrayRef | None = None
@@ -111,8 +122,33 @@ class MoeOperands:
     routing_replay_out: ArrayRef | None = None
     output: ArrayRef | None = None
     workspace_buffer: ArrayRef | None = None
+    strategy: Strategy | None = None  # how FC2 is partitioned
     routed_scaling_factor: float = 1.0
     enable_pdl: bool | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Columns of the hidden states; NVFP4 packs two of them in a byte."""
+        return self.hidden_states.shape[1] * (2 if self.moe_format is MoeFormat.Nvfp4 else 1)
+
+    def arrays(self) -> Iterator[tuple[str, ArrayRef]]:
+        """All arrays by field; those of two partitions as ``field[0]`` and ``field[1]``."""
+        for name in _ARRAY_FIELDS:
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                yield from zip(partition_names(name, len(value)), value, strict=True)
+            elif value is not None:
+                yield name, value
+
+
+_CHOICES = ("moe_format", "strategy", "routed_scaling_factor", "enable_pdl")
+_ARRAY_FIELDS = tuple(f.name for f in fields(MoeOperands) if f.name not in _CHOICES)
+
+
+@cache
+def partition_names(name: str, count: int) -> tuple[str, ...]:
+    """Names of what every partition has of something; the name alone without partitions."""
+    return (name,) if count == 1 else tuple(f"{name}[{part}]" for part in range(count))
 
 
 @dataclass(slots=True)
@@ -124,6 +160,13 @@ class MoeResult:
     expert_weights: ArrayRef | None = None
     expanded_idx_to_permuted_idx: ArrayRef | None = None
 
+    def arrays(self) -> Iterator[tuple[str, ArrayRef]]:
+        """Arrays that there are, by field."""
+        for name in self.__slots__:
+            ref = getattr(self, name)
+            if ref is not None:
+                yield name, ref
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
@@ -133,40 +176,67 @@ class DeviceTraits:
     num_sms: int
 
 
-class MatrixAddresses(NamedTuple):
-    """Where the FP4 weights of one partition are, and their block scales."""
-
-    gemm1_weights: int
-    gemm1_scales: int
-    gemm2_weights: int
-    gemm2_scales: int
-
-
 class Addresses(NamedTuple):
     """Where the arrays of a call are, 0 for none.
 
     ``expert_weights``, ``gemm2_output`` and ``expanded_to_permuted`` lie in the scratch then.
+    Weights and their block scales have an entry per partition.
     """
 
-    hidden_states: int
-    gemm1_weights: int
-    gemm2_weights: int
-    output1_scales: int
-    output1_gate_scales: int
-    output2_scales: int
-    clamp_limit: int
-    topk_ids: int
-    routing_logits: int
-    routing_bias: int
-    routing_replay_out: int
-    scratch: int
-    output: int
-    expert_weights: int
-    gemm2_output: int
-    expanded_to_permuted: int
-    # FP4 only; weights are in `matrices` then, one entry per partition.
+    hidden_states: int = 0
     hidden_states_scale: int = 0
+    gemm1_weights: tuple[int, ...] = ()
+    gemm1_scales: tuple[int, ...] = ()
+    gemm2_weights: tuple[int, ...] = ()
+    gemm2_scales: tuple[int, ...] = ()
+    output1_scales: int = 0
+    output1_gate_scales: int = 0
+    output2_scales: int = 0
     alpha: int = 0
     beta: int = 0
+    clamp_limit: int = 0
+    topk_ids: int = 0
+    routing_logits: int = 0
+    routing_bias: int = 0
+    routing_replay_out: int = 0
+    scratch: int = 0
+    output: int = 0
+    expert_weights: int = 0
     unrounded_weights: int = 0
-    matrices: tuple[MatrixAddresses, ...] = ()
+    gemm2_output: int = 0
+    expanded_to_permuted: int = 0
+
+    @classmethod
+    def of(cls, problem: MoeProblem, at: Mapping[str, int]) -> Addresses:
+        """Put together where a layer works.
+
+        Parameters
+        ----------
+        problem : MoeProblem
+        at : mapping
+            Addresses by the names of `MoeOperands.arrays` and `MoeResult.arrays`, and ``scratch``.
+        """
+        count, given = max(1, len(problem.partition_sms)), at.get("topk_weights", 0)
+        unrounded, as_given = (given, 0) if problem.rounds_weights else (0, given)
+
+        def parts(name: str) -> tuple[int, ...]:
+            return tuple(at.get(part, 0) for part in partition_names(name, count))
+
+        return cls(
+            gemm1_weights=parts("gemm1_weights"),
+            gemm1_scales=parts("gemm1_scales"),
+            gemm2_weights=parts("gemm2_weights"),
+            gemm2_scales=parts("gemm2_scales"),
+            expert_weights=at.get("expert_weights") or as_given,
+            unrounded_weights=unrounded,
+            expanded_to_permuted=at.get("expanded_idx_to_permuted_idx", 0),
+            **{name: at.get(name, 0) for name in _PLAIN},
+        )
+
+
+_DERIVED = ("expert_weights", "unrounded_weights", "expanded_to_permuted")
+_PLAIN = tuple(
+    name
+    for name, default in Addresses._field_defaults.items()
+    if default == 0 and name not in _DERIVED
+)

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-from cupy_moe.problem import MoeProblem, MoeResult
-from cupy_moe.runtime.arrays import ArrayRef
+from cupy_moe.problem import MoeOperands, MoeProblem, MoeResult
 
-__all__ = ["allocate_result", "owners", "owners_list"]
-
-
-class ResultOperands(Protocol):
-    """What results are made from: `cupy_moe.problem.MoeOperands` or those of another operation."""
-
-    @property
-    def hidden_states(self) -> ArrayRef:
-        """Array whose library and device the results have."""
-
-    @property
-    def topk_weights(self) -> ArrayRef | None:
-        """Weights of the slots, if the caller gave them."""
-
-    @property
-    def output(self) -> ArrayRef | None:
-        """The caller's output."""
+__all__ = ["allocate_result", "as_list", "owners"]
 
 
-def allocate_result(problem: MoeProblem, operands: ResultOperands, capacity: int) -> MoeResult:
+def allocate_result(problem: MoeProblem, operands: MoeOperands, capacity: int) -> MoeResult:
     """Make what a layer fills; arrays that the caller gave for it are taken as they are.
 
     Parameters
     ----------
     problem : MoeProblem
-    operands : ResultOperands
+    operands : MoeOperands
     capacity : int
         Rows of the permuted buffers.
 
@@ -71,7 +54,6 @@ def owners(result: MoeResult) -> Any:
     return [rows.owner, weights.owner, permutation.owner]
 
 
-def owners_list(result: MoeResult) -> list[Any]:
-    """Like `owners`, for operations that hand back a list of one."""
-    returned = owners(result)
+def as_list(returned: Any) -> list[Any]:
+    """Put what `owners` says into a list, if it is one array."""
     return returned if isinstance(returned, list) else [returned]

@@ -1,107 +1,20 @@
-"""The stages of a layer as launches, bound to what they work on."""
+"""The stages before and after the GEMMs of a layer as launches, bound to what they work on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from cupy_moe.gemm_launches import Places, bind_fc1, bind_fc2
 from cupy_moe.kernels.add_rows import bind_add_rows
 from cupy_moe.kernels.cast import bind_cast
 from cupy_moe.kernels.expand import bind_expand
 from cupy_moe.kernels.finalize import bind_finalize
 from cupy_moe.kernels.permute import bind_permute
 from cupy_moe.kernels.route import bind_route
-from cupy_moe.plan import PARTIAL_SUMS, MoePlan
-from cupy_moe.problem import Addresses, MoeProblem, RoutingSource
-from cupy_moe.runtime.jit import Function
+from cupy_moe.plan import PARTIAL_SUMS
 from cupy_moe.runtime.launch import BoundLaunch
+from cupy_moe.stage_inputs import StageInputs
 
-__all__ = ["Functions", "StageInputs", "after_gemms", "before_gemms", "fc1", "fc2"]
-
-
-@dataclass(frozen=True, slots=True)
-class Functions:
-    """The loaded kernels of a plan."""
-
-    route: Function | None
-    permute: Function | None
-    expand: Function | None
-    cast: Function | None
-    fc1: Function
-    fc2: Function
-    add_rows: Function | None
-    finalize: Function | None
-
-
-@dataclass(frozen=True, slots=True)
-class StageInputs:
-    """What the stages of a layer are bound with."""
-
-    problem: MoeProblem
-    plan: MoePlan
-    functions: Functions
-    at: Addresses
-    device: int
-    pdl: bool  # where a stage follows another one on its stream
-    routed_scaling_factor: float
-    scratch: dict[str, int]
-
-    @property
-    def tokens(self) -> int:
-        """What FC1 reads: the caller's array, what it was cast to, or a permuted copy of either."""
-        if not self.plan.expand:
-            return self.given_tokens
-        # NOTE: the copy is dead when FC2 starts to write its output, which takes no fewer bytes.
-        # Partial sums of one partition are written while the other one still reads.
-        return self.scratch.get("permuted_tokens") or self.gemm2_output
-
-    @property
-    def given_tokens(self) -> int:
-        """Tokens in the caller's order, as the main loop reads them."""
-        return self.scratch["tokens"] if self.plan.cast else self.at.hidden_states
-
-    @property
-    def gemm2_output(self) -> int:
-        """FC2's rows; 0 where they are partial sums only."""
-        return self.at.gemm2_output or self.scratch.get("gemm2_output", 0)
-
-    @property
-    def expert_weights(self) -> int:
-        """Routing weights of the slots."""
-        return self.at.expert_weights or self.scratch["expert_weights"]
-
-    @property
-    def expanded_to_permuted(self) -> int:
-        """Row of each slot."""
-        return self.at.expanded_to_permuted or self.scratch["expanded_to_permuted"]
-
-    @property
-    def topk_ids(self) -> int:
-        """Expert ids, or words that hold them."""
-        return self.scratch["topk_ids"] if self.plan.route else self.at.topk_ids
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether ids and weights come in words."""
-        return self.problem.routing_source is RoutingSource.Packed
-
-    @property
-    def weights_are_f32(self) -> bool:
-        """Whether routing weights are FP32, else BF16."""
-        return self.problem.expert_weights_dtype == "float32"
-
-    def places(self) -> Places:
-        """Arrays that the GEMMs share."""
-        return Places(
-            at=self.at,
-            scratch=self.scratch,
-            tokens=self.tokens,
-            gemm2_output=self.gemm2_output,
-            topk_ids=self.topk_ids,
-            expert_weights=self.expert_weights,
-            expanded_to_permuted=self.expanded_to_permuted,
-        )
+__all__ = ["after_gemms", "before_gemms"]
 
 
 def before_gemms(layer: StageInputs, stream: int) -> Iterator[BoundLaunch]:
@@ -170,18 +83,6 @@ def before_gemms(layer: StageInputs, stream: int) -> Iterator[BoundLaunch]:
             stream=stream,
             pdl=pdl,
         )
-
-
-def fc1(layer: StageInputs, part: int, stream: int, *, pdl: bool) -> BoundLaunch:
-    """Multiply with W1 and activate, in one partition."""
-    function, places = layer.functions.fc1, layer.places()
-    return bind_fc1(function, layer.problem, layer.plan, places, part, layer.device, stream, pdl)
-
-
-def fc2(layer: StageInputs, part: int, stream: int, *, pdl: bool) -> BoundLaunch:
-    """Multiply with W2, in one partition."""
-    function, places = layer.functions.fc2, layer.places()
-    return bind_fc2(function, layer.problem, layer.plan, places, part, layer.device, stream, pdl)
 
 
 def after_gemms(layer: StageInputs, stream: int, *, pdl: bool) -> Iterator[BoundLaunch]:

@@ -349,9 +349,7 @@ class Checker:
         self.array(name, ref, BYTES, ref.shape, "(num_bytes,)", align=WORKSPACE_ALIGNMENT)
         return ref
 
-    def writable(
-        self, name: str, ref: ArrayRef, others: Iterable[tuple[str, ArrayRef | None]]
-    ) -> None:
+    def writable(self, name: str, ref: ArrayRef, others: Iterable[tuple[str, ArrayRef]]) -> None:
         """Refuse an array to be written that is read-only or shares memory with another."""
         if not ref.is_writable:
             self.refuse(ValueError, name, "be writable", "a read-only array")
@@ -361,8 +359,7 @@ class Checker:
         for other_name, other in others:
             # `nbytes` spelled out: this runs for every array of every call.
             if (
-                other is not None
-                and other.ptr < end
+                other.ptr < end
                 and begin - other.ptr < prod(other.shape) * ITEMSIZES[other.dtype]
                 and other.size
             ):

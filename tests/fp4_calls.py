@@ -18,7 +18,7 @@ from cupy_moe.fused_moe import (
     prims_ts_fp4_block_scale_moe,
     prims_ts_fp4_block_scale_moe_partitioned,
 )
-from cupy_moe.fused_moe.fp4_operands import Fp4Operands
+from cupy_moe.problem import MoeOperands
 from cupy_moe.testing.golden import GoldenCase
 from tests.array_kinds import ArrayKind
 from tests.fp8_calls import AcceptedError
@@ -153,13 +153,13 @@ def every_argument(mode: str, form: str, kind: ArrayKind | None = None) -> dict[
     return moved(kind or ArrayKind("numpy"), _valid(mode, form))
 
 
-def accepted(form: str, arguments: dict[str, Any]) -> Fp4Operands:
+def accepted(form: str, arguments: dict[str, Any]) -> MoeOperands:
     """Operands of an accepted call, which is not run; the exception of a refused one."""
 
-    def bind(_operation: str, _settings: object, operands: Fp4Operands) -> None:
+    def bind(_operation: str, _settings: object, operands: MoeOperands, _: object) -> None:
         raise AcceptedError(operands)
 
-    with mock.patch.object(fp4_layers, "bind_fp4", bind):
+    with mock.patch.object(fp4_layers, "bind", bind):
         try:
             run(form, arguments)
         except AcceptedError as error:

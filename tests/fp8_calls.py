@@ -120,6 +120,18 @@ def aligned_bytes(kind: ArrayKind, size: int, dtype: Any = np.uint8, offset: int
     return buffer[begin : begin + size]
 
 
+def aligned(value: Any, offset: int = 0) -> Any:
+    """Copy NumPy arrays, also those in a list or tuple, to where CUDA allocators put arrays."""
+    if isinstance(value, list | tuple):
+        return type(value)(aligned(v, offset) for v in value)
+    if not isinstance(value, np.ndarray):
+        return value
+    memory = aligned_bytes(NUMPY, value.nbytes, offset=offset)
+    copy = memory.view(value.dtype).reshape(value.shape)
+    copy[...] = value
+    return copy
+
+
 def strided(kind: ArrayKind, array: np.ndarray) -> Any:
     """Array of the same shape with a gap after every element."""
     return kind.make(np.repeat(array, 2, axis=-1))[..., ::2]

@@ -10,16 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_moe import bound_layer, pipeline
-from cupy_moe.fused_moe import execution, repeated
+from cupy_moe import bound_layer, partitioned_launches, pipeline
+from cupy_moe.fused_moe import MoePartitionResources, execution, repeated
 from cupy_moe.runtime import graph
 from cupy_moe.runtime import launch as launch_module
 from cupy_moe.runtime.arrays import DTYPES, FRAMEWORKS, ArrayRef, NumpyFramework
 from cupy_moe.runtime.jit import Function
 from cupy_moe.runtime.launch import BoundLaunch
-from tests.fp8_calls import layer_arguments
+from tests.fp8_calls import aligned, layer_arguments
 
-__all__ = ["Gpu", "Posing", "PosingFramework", "posing", "posing_arguments", "posing_gpu"]
+__all__ = [
+    "Gpu",
+    "Posing",
+    "PosingFramework",
+    "PosingResources",
+    "posing",
+    "posing_arguments",
+    "posing_fp4",
+    "posing_gpu",
+]
 
 
 class Posing(np.ndarray):
@@ -105,6 +114,33 @@ class Gpu:
         return ("success",)
 
 
+class PosingResources(MoePartitionResources):
+    """Partitions on two streams of the stand-in for the driver, which takes down their order."""
+
+    def __init__(self, gpu: Gpu, handles: tuple[int, int] = (11, 12)) -> None:
+        super().__init__((None, None))
+        self.handles, self.device = handles, 0
+        self.topology = tuple(("green", 2, i, i, 0) for i in range(2))
+        self.log = gpu.launched
+
+    def fork_from(self, stream: int) -> None:
+        self.log.append(("fork", stream))
+
+    def exchange(self) -> None:
+        self.log.append(("exchange", self.handles[0]))
+
+    def join_into(self, stream: int) -> None:
+        self.log.append(("join", stream))
+
+
+def posing_fp4(gpu: Gpu, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Copies of a call's arrays that pose as CUDA arrays; a partitioned one gets resources."""
+    moved = {name: posing(aligned(value)) for name, value in arguments.items()}
+    if "partition_resources" in moved:
+        moved["partition_resources"] = PosingResources(gpu)
+    return moved
+
+
 @contextmanager
 def posing_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """Let posing arrays run on a stand-in for the driver."""
@@ -116,8 +152,9 @@ def posing_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(pipeline, "load", gpu.load)
     monkeypatch.setattr(pipeline, "compute_capability", lambda device: (8, 0))
     monkeypatch.setattr(pipeline, "sm_count", lambda device: 4)
-    for module in (pipeline, graph):
+    for module in (pipeline, graph, partitioned_launches):
         monkeypatch.setattr(module, "device_guard", lambda device: nullcontext())
+    for module in (pipeline, graph):
         monkeypatch.setattr(module, "stream_is_capturing", lambda stream: framework.capturing)
     monkeypatch.setattr(graph, "stream_is_primary", lambda *_: not framework.green)
     monkeypatch.setattr(graph, "_driver_has_dependent_graphs", lambda: True)
@@ -126,8 +163,7 @@ def posing_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(launch_module, "_driver_launch", lambda: (gpu.launch, success))
     monkeypatch.setattr(execution, "require_supported_device", lambda *_: None)
     caches = (
-        *(pipeline.bind_stages, pipeline.bind_partitioned_stages, pipeline._load),
-        *(pipeline.plan_for, execution._backend, execution._fp4_backend),
+        *(pipeline.bind_stages, pipeline._load, pipeline.plan_for),
         *(repeated.accepted, repeated._reader, bound_layer._places),
     )
     for cached in caches:

@@ -12,7 +12,6 @@ from cupy_moe.bound_layer import BoundLayer
 from cupy_moe.fused_moe import fp8_layers, plan_fp8_per_tensor_scale_routed_moe
 from cupy_moe.problem import MoeOperands
 from cupy_moe.runtime import scratch
-from cupy_moe.runtime.launch import BoundLaunch
 from tests.fp8_calls import NUMPY as HOST_KIND
 from tests.fp8_calls import aligned_bytes
 from tests.posing import Gpu, PosingFramework, posing_arguments, posing_gpu
@@ -28,8 +27,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         yield gpu
 
 
-def bound_on(layer: Any, stream: int) -> tuple[BoundLaunch, ...]:
-    return pipeline.bind_stages(*layer._binding, stream)
+def bound_on(layer: Any, stream: int) -> pipeline.Stages:
+    return pipeline.bind_stages(layer.binding, stream)
 
 
 def make_layer(operation: str = "routed", **options: Any) -> BoundLayer:
@@ -68,7 +67,7 @@ def test_a_layer_follows_the_current_stream(gpu: Gpu) -> None:
     layer.enqueue()
     assert gpu.launched == [(stage, 8) for stage in STAGES]
     assert layer.result.output is not None
-    assert gpu.framework.recorded == [layer._scratch.ptr, layer.result.output.ptr]
+    assert set(gpu.framework.recorded) == {layer._scratch.ptr, layer.result.output.ptr}
     gpu.framework.stream = 7
     assert bound_on(layer, 7) is bound, "still remembered"
 
@@ -88,13 +87,13 @@ def test_equal_addresses_bind_once(gpu: Gpu) -> None:
 
 def test_every_address_and_choice_changes_the_launches(gpu: Gpu) -> None:
     layer = make_layer("logits", do_finalize=False)
-    problem, device, arch, tiling, pdl, factor, addresses = layer._binding
-    bound = pipeline.bind_stages(*layer._binding, 7)
-    for index in range(len(addresses)):
-        moved = (*addresses[:index], addresses[index] + 256, *addresses[index + 1 :])
-        binding = (problem, device, arch, tiling, pdl, factor, moved)
-        assert pipeline.bind_stages(*binding, 7) is not bound
-    assert pipeline.bind_stages(*layer._binding[:5], factor + 1, addresses, 7) is not bound
+    binding, bound = layer.binding, bound_on(layer, 7)
+    for name, address in binding.at._asdict().items():
+        moved = tuple(a + 256 for a in address) if isinstance(address, tuple) else address + 256
+        changed = binding._replace(at=binding.at._replace(**{name: moved}))
+        assert pipeline.bind_stages(changed, 7) is not bound
+    factor = binding.routed_scaling_factor + 1
+    assert pipeline.bind_stages(binding._replace(routed_scaling_factor=factor), 7) is not bound
 
 
 def test_kernels_are_loaded_by_the_first_binding(gpu: Gpu) -> None:
@@ -166,4 +165,4 @@ def test_a_layer_keeps_its_arrays(gpu: Gpu) -> None:
     arguments = posing_arguments()
     operands: MoeOperands = fp8_layers.routed_layer(**arguments).operands
     assert operands.hidden_states.owner is arguments["hidden_states"]
-    assert operands.gemm1_weights.owner is arguments["gemm1_weights"]
+    assert operands.gemm1_weights[0].owner is arguments["gemm1_weights"]

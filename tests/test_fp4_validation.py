@@ -24,7 +24,7 @@ from tests.fp4_calls import (
     every_argument,
     fp4_arguments,
 )
-from tests.fp8_calls import host_kinds, shifted, strided
+from tests.fp8_calls import aligned, host_kinds, shifted, strided
 
 WEIGHTS = ("gemm1_weights", "gemm2_weights")
 WEIGHT_SCALES = ("gemm1_weights_scale", "gemm2_weights_scale")
@@ -71,11 +71,13 @@ def with_one(arguments: dict[str, Any], name: str, value: Any) -> dict[str, Any]
 def test_every_argument_is_accepted(mode: str, form: str, kind: ArrayKind) -> None:
     arguments = every_argument(mode, form, kind)
     operands = accepted(form, arguments)
-    assert operands.mode.value == mode
+    assert operands.moe_format.value == mode
     assert operands.strategy == (None if form == "whole" else form)
     assert operands.output.owner is arguments["output"]
     assert operands.clamp_limit.owner is arguments["gemm1_clamp_limit"]
-    assert len(operands.gemm1) == len(operands.gemm2) == (1 if form == "whole" else 2)
+    assert (
+        len(operands.gemm1_weights) == len(operands.gemm2_scales) == (1 if form == "whole" else 2)
+    )
 
 
 @each_array_of_each_mode
@@ -214,7 +216,7 @@ def test_cuda_arrays_are_checked_like_others(form: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(NumpyFramework, "describe", describe_on_gpu)
     for name in WEIGHT_SCALES:  # 32 bytes there
-        arguments[name] = aligned(arguments[name], 0)
+        arguments[name] = aligned(arguments[name])
         moved_by_16 = arguments | {name: aligned(arguments[name], 16)}
         assert_refused(form, moved_by_16, ValueError, "start at a multiple of 32 bytes")
     if form != "whole":
@@ -223,14 +225,3 @@ def test_cuda_arrays_are_checked_like_others(form: str, monkeypatch: pytest.Monk
         resources = arguments["partition_resources"] = MoePartitionResources((None, None))
         resources.device = 0
     assert_refused(form, arguments | {"output": arguments["output"][1:]}, ValueError, "output")
-
-
-def aligned(value: Any, offset: int) -> Any:
-    """Copy at an offset from a multiple of 64 bytes."""
-    if isinstance(value, list):
-        return [aligned(item, offset) for item in value]
-    memory = np.zeros(value.nbytes + 128, np.uint8)
-    begin = -memory.ctypes.data % 64 + offset
-    copy = memory[begin : begin + value.nbytes].view(value.dtype).reshape(value.shape)
-    copy[...] = value
-    return copy

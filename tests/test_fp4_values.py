@@ -10,18 +10,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_moe.fused_moe import MoePartitionResources
 from cupy_moe.testing.compare import assert_bit_equal, compare
+from cupy_moe.testing.fp4_inputs import HOST_RESOURCES, Fp4Sizes, partition_weights
 from cupy_moe.testing.unquantized import unquantized_moe
 from cupy_moe.types import ActivationType
 from cupy_moe.weights import (
     pack_topk_ids,
-    prepared_weight_layouts,
     quantize_activations_mxfp8,
     quantize_activations_nvfp4,
     quantize_experts_mxfp4,
     quantize_experts_nvfp4,
-    shard_prepared_moe_weights,
 )
 from tests.array_kinds import ArrayKind
 from tests.fp4_calls import FORMS, MODES, moved, run
@@ -95,35 +93,9 @@ def layer(mode: str, form: str, offset: int = 0, count: int = EXPERTS) -> dict[s
     if form == "whole":
         absent = ("gemm1_bias", "gemm2_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
         return arguments | dict.fromkeys(absent) | {"routing_input_mode": 2}
-    return arguments | shards(mode, form, arguments)
-
-
-def shards(mode: str, strategy: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    fc1, fc2 = prepared_weight_layouts(
-        weight_dtype="uint8",
-        weight_layout=0,
-        use_shuffled_weight=True,
-        scale_k_group_size=16 if mode == "nvfp4" else 32,
-    )
-    cut = shard_prepared_moe_weights(
-        arguments["gemm1_weights"],
-        arguments["gemm2_weights"],
-        strategy=strategy,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        fc1_layout=fc1,
-        fc2_layout=fc2,
-        fc1_scale=arguments["gemm1_weights_scale"],
-        fc2_scale=arguments["gemm2_weights_scale"],
-    )
-    return {
-        "gemm1_weights": cut.fc1,
-        "gemm2_weights": cut.fc2,
-        "gemm1_weights_scale": cut.fc1_scale,
-        "gemm2_weights_scale": cut.fc2_scale,
-        "partition_resources": MoePartitionResources((None, None)),
-        "partition_strategy": strategy,
-    }
+    sizes = Fp4Sizes(TOKENS, HIDDEN, INTERMEDIATE)
+    shards = partition_weights(mode, form, sizes, arguments)
+    return arguments | shards | {"partition_resources": HOST_RESOURCES}
 
 
 @each_form

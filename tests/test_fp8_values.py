@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_moe.fused_moe import ActivationType, RoutingMethodType, execution, fp8_layers, operands
+from cupy_moe.fused_moe import (
+    ActivationType,
+    RoutingMethodType,
+    execution,
+    fp8_layers,
+    host,
+    operands,
+)
 from cupy_moe.fused_moe.settings import MoeSettings
 from cupy_moe.problem import RoutingSource
 from cupy_moe.runtime.arrays import describe
@@ -308,10 +315,8 @@ def problem_of(operation: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) 
     """The problem that a call is planned by."""
     seen = []
     monkeypatch.setattr(fp8_layers, "bind", execution.bind)
-    monkeypatch.setattr(
-        execution, "_backend", lambda *_: lambda problem, _operands: seen.append(problem)
-    )
-    with pytest.raises(AttributeError):  # the backend returned nothing
+    monkeypatch.setattr(host, "HostLayer", lambda problem, _operands: seen.append(problem))
+    with pytest.raises(AttributeError):  # there is no layer
         OPERATIONS[operation](**{**layer_arguments(operation), **changes})
     return seen[0]
 

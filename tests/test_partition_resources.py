@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cupy_moe.fused_moe import MoePartitionResources, partitions
+from cupy_moe import partitions
+from cupy_moe.fused_moe import MoePartitionResources
 from cupy_moe.runtime.arrays import HOST
 from cupy_moe.runtime.streams import StreamInfo
 
@@ -171,3 +172,17 @@ def test_topology(driver: SimpleNamespace) -> None:
     assert shared == (("green", 64, 0, 0, 0), ("green", 64, 0, 1, 0))
     twice = MoePartitionResources((first, first)).topology
     assert twice == (("green", 64, 0, 0, 0), ("green", 64, 0, 0, 0))
+
+
+def test_exchange(driver: SimpleNamespace) -> None:
+    """Both records come first: a wait for the other's would order the streams one-sidedly."""
+    resources = MoePartitionResources(driver.add(stream(1), stream(2)))
+    resources.exchange()
+    (_, done0, _), (_, done1, _), *_ = driver.log
+    assert driver.log == [
+        ("record", done0, 1),
+        ("record", done1, 2),
+        ("wait", done1, 1),
+        ("wait", done0, 2),
+    ]
+    assert driver.event.count == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,10 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 
 def test_what_is_not_remembered(gpu: Gpu) -> None:
-    """Three results, and what another tiling or a test has put together."""
-    arguments = posing_arguments(do_finalize=False)
-    for _ in range(2):
-        assert len(OPERATIONS["routed"](**arguments)) == 3
+    """What another tiling or a test has put together."""
     with pipeline.tiled_as(Tiling(16, 128, 128)):
         OPERATIONS["routed"](**posing_arguments())
     assert len(repeated.accepted) == 0
@@ -39,6 +37,20 @@ def test_what_is_not_remembered(gpu: Gpu) -> None:
     with pipeline.tiled_as(Tiling(16, 128, 128)):
         assert not passes_the_rules(lambda: OPERATIONS["routed"](**arguments))
     assert len(repeated.accepted) == 1
+
+
+@pytest.mark.parametrize("dtype", ["packed", "bfloat16", "float32"])
+def test_three_results(gpu: Gpu, dtype: str) -> None:
+    """New ones at every call, but for weights that are handed back."""
+    arguments = posing_arguments(dtype=dtype, do_finalize=False)
+    first = OPERATIONS["routed"](**arguments)
+    again: list[Any] = []
+    assert passes_the_rules(lambda: again.extend(OPERATIONS["routed"](**arguments)))
+    for index, (old, new) in enumerate(zip(first, again, strict=True)):
+        is_given = index == 1 and dtype != "packed"
+        assert (new is old) is is_given
+        assert (new is arguments["topk_ids"][1]) is is_given
+        assert (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
 def test_every_call_warns(gpu: Gpu) -> None:

@@ -17,6 +17,7 @@ from tests.fp8_calls import (
     BF16,
     NUMPY,
     OPERATIONS,
+    aligned,
     aligned_bytes,
     both_operations,
     every_argument,
@@ -82,8 +83,8 @@ def test_launches_are_those_of_the_first_call(gpu: Gpu, monkeypatch: pytest.Monk
         gpu.framework.stream = stream
         OPERATIONS["routed"](**arguments)
     calls = bound.call_args_list
-    assert [call.args[-1] for call in calls] == [7, 7, 8], "bound by two objects, and again"
-    assert len({call.args[:-1] for call in calls}) == 1
+    assert [call.args[1] for call in calls] == [7, 7, 8], "bound by two objects, and again"
+    assert len({call.args[0] for call in calls}) == 1
     stages = [stage for stage, _ in gpu.launched[:3]]
     assert gpu.launched == [(stage, stream) for stream in (7, 7, 7, 8) for stage in stages]
     for _ in range(8):
@@ -103,23 +104,13 @@ def every_posing_argument(operation: str, dtype: str) -> dict[str, Any]:
     return {name: posing(aligned(value)) for name, value in arguments.items()}
 
 
-def aligned(value: Any) -> Any:
-    """Copy NumPy arrays, also those in a tuple, to where CUDA allocators put arrays."""
-    if isinstance(value, tuple):
-        return tuple(aligned(v) for v in value)
-    if not isinstance(value, np.ndarray):
-        return value
-    copy = aligned_bytes(NUMPY, value.nbytes).view(value.dtype).reshape(value.shape)
-    copy[...] = value
-    return copy
-
-
 @pytest.mark.parametrize(
     ("operation", "dtype"),
     [("routed", "packed"), ("routed", "bfloat16"), ("routed", "float32"), ("logits", "")],
 )
 @pytest.mark.parametrize("absent", [(), ("gemm1_clamp_limit",), ("routing_bias",), ("output",)])
 @pytest.mark.parametrize("method", [0, 2])
+@pytest.mark.parametrize("do_finalize", [True, False])
 def test_other_arrays_of_the_same_forms_need_no_rules(
     gpu: Gpu,
     monkeypatch: pytest.MonkeyPatch,
@@ -127,11 +118,14 @@ def test_other_arrays_of_the_same_forms_need_no_rules(
     dtype: str,
     absent: tuple[str, ...],
     method: int,
+    do_finalize: bool,
 ) -> None:
     """They are bound to the addresses that a layer of theirs would be bound to."""
+    if not do_finalize:
+        absent = (*absent, "workspace_buffer")
     calls = [every_posing_argument(operation, dtype) for _ in range(2)]
     for arguments in calls:
-        arguments.update(dict.fromkeys(absent), routing_method_type=method)
+        arguments.update(dict.fromkeys(absent), routing_method_type=method, do_finalize=do_finalize)
     first, second = calls
     OPERATIONS[operation](**first)
     bound = mock.Mock(side_effect=pipeline.bind_stages)
@@ -140,11 +134,23 @@ def test_other_arrays_of_the_same_forms_need_no_rules(
     assert passes_the_rules(lambda: results.append(OPERATIONS[operation](**second)))
     (call,) = bound.call_args_list
     make = {"routed": fp8_layers.routed_layer, "logits": fp8_layers.logits_layer}[operation]
-    expected = make(**second)._binding
-    at, wanted = (pipeline.Addresses(*binding[6]) for binding in (call.args, expected))
-    assert at.output == describe(results[0]).ptr
-    assert at == wanted._replace(output=at.output)
-    assert call.args[:6] == expected[:6]
+    assert_bound_like(make(**second), call.args[0], results[0])
+
+
+def assert_bound_like(layer: Any, binding: pipeline.Binding, results: Any) -> None:
+    """Bound to the same arrays as a layer, and to results of its own of the same forms."""
+    arrays = results if isinstance(results, list) else [results]
+    made = {"scratch": binding.at.scratch}
+    for (name, expected), array in zip(layer.result.arrays(), arrays, strict=True):
+        found = describe(array)
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        field = "expanded_to_permuted" if name.startswith("expanded") else name
+        assert getattr(binding.at, field) == found.ptr
+        if any(expected is operand for _, operand in layer.operands.arrays()):
+            assert array is expected.owner
+        else:
+            made[field] = found.ptr
+    assert binding == layer.binding._replace(at=layer.binding.at._replace(**made))
 
 
 @pytest.mark.parametrize("shared", ["hidden_states", "routing_logits", "routing_replay_out"])
@@ -171,7 +177,7 @@ def test_overlaps_are_found_among_many_spans() -> None:
     for _ in range(500):
         begins, sizes = rng.integers(0, 150, 5).tolist(), rng.integers(0, 25, 5).tolist()
         layer = object.__new__(bound_layer.RepeatableLayer)
-        layer._operands, layer._sizes = names, tuple(sizes)
+        layer._names, layer._sizes = names, tuple(sizes)
         pairs = ((i, j) for i in written for j in range(5) if i != j)
         expected = any(
             max(begins[i], begins[j]) < min(begins[i] + sizes[i], begins[j] + sizes[j])

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from typing import Protocol
 
-from cupy_moe.fused_moe.fp4_operands import Fp4Operands, Strategy
+from cupy_moe.bound_layer import BoundLayer
 from cupy_moe.fused_moe.settings import MoeSettings
 from cupy_moe.kernels.permute import MAX_LOCAL_EXPERTS
-from cupy_moe.problem import MoeOperands, MoeProblem, MoeResult, RoutingSource
+from cupy_moe.partitions import MoePartitionResources
+from cupy_moe.problem import MoeOperands, MoeProblem, MoeResult, RoutingSource, Strategy
 from cupy_moe.results import allocate_result
 from cupy_moe.runtime.arrays import HOST
 from cupy_moe.types import MoeFormat, RoutingMethodType
 from cupy_moe.validate import require_supported_device
 
-__all__ = ["Layer", "bind", "bind_fp4"]
+__all__ = ["Layer", "bind"]
 
 _MAX_SLOTS = 2**30  # permuted rows, padding included, are counted in int32
 
@@ -31,6 +30,12 @@ def _problem(
     weights_dtype: str,
     logits_dtype: str | None,
     bias_dtype: str | None,
+    moe_format: MoeFormat = MoeFormat.Fp8,
+    weight_block_bytes: int = 0,
+    token_scale_pitch: int = 0,
+    rounds_weights: bool = False,
+    strategy: Strategy | None = None,
+    partition_sms: tuple[int, ...] = (),
 ) -> MoeProblem:
     """Problem of a call; choices without effect on it take one value, so that plans are shared."""
     s = settings
@@ -65,6 +70,12 @@ def _problem(
         norm_topk_prob=s.norm_topk_prob or s.routing_method != RoutingMethodType.SigmoidRenorm,
         logits_dtype=logits_dtype,
         bias_dtype=bias_dtype,
+        moe_format=moe_format,
+        weight_block_bytes=weight_block_bytes,
+        token_scale_pitch=token_scale_pitch,
+        rounds_weights=rounds_weights,
+        strategy=strategy,
+        partition_sms=partition_sms,
     )
 
 
@@ -75,7 +86,7 @@ class Layer(Protocol):
     scratch_bytes: int
 
     @property
-    def operands(self) -> MoeOperands | Fp4Operands:
+    def operands(self) -> MoeOperands:
         """The arrays."""
 
     def prepare(self) -> None:
@@ -85,7 +96,12 @@ class Layer(Protocol):
         """Fill the results, on the current stream."""
 
 
-def bind(operation: str, settings: MoeSettings, operands: MoeOperands) -> Layer:
+def bind(
+    operation: str,
+    settings: MoeSettings,
+    operands: MoeOperands,
+    resources: MoePartitionResources | None = None,
+) -> Layer:
     """Make the layer of a call: kernels for CUDA arrays, the reference for host memory.
 
     Parameters
@@ -95,120 +111,56 @@ def bind(operation: str, settings: MoeSettings, operands: MoeOperands) -> Layer:
     settings : MoeSettings
     operands : MoeOperands
         Checked, routing included.
+    resources : MoePartitionResources or None
+        Of the device of the arrays, if the layer is partitioned.
     """
-    weights = operands.topk_weights
-    dtype = "bfloat16" if weights is None else weights.dtype
-    num_tokens, hidden_size = operands.hidden_states.shape
-    problem = _problem_of(operation, settings, operands, hidden_size, dtype)
-    backend = _backend(operation, operands.hidden_states.device)
-    return backend(problem, operands) if num_tokens else _EmptyLayer(problem, operands)
+    problem = _problem_of(operation, settings, operands, resources)
+    device = operands.hidden_states.device
+    require_supported_device(operation, device)
+    if not problem.num_tokens:
+        return _EmptyLayer(problem, operands)
+    if device == HOST:
+        from cupy_moe.fused_moe.host import HostLayer
 
-
-def bind_fp4(operation: str, settings: MoeSettings, operands: Fp4Operands) -> Layer:
-    """Make the FP4 layer of a call; parameters as in `bind`."""
-    weights = operands.topk_weights
-    is_rounded = weights is None or operands.mode is MoeFormat.Nvfp4
-    dtype = "bfloat16" if weights is None or is_rounded else weights.dtype
-    plain = _problem_of(operation, settings, operands, operands.hidden_size, dtype)
-    problem = _fp4_problem(
-        plain,
-        operands.mode,
-        _block_bytes(operands),
-        _token_scale_pitch(operands),
-        weights is not None and weights.dtype != dtype,
-        operands.strategy,
-        () if operands.resources is None else operands.resources.sm_counts,
-    )
-    backend = _fp4_backend(operation, operands.hidden_states.device)
-    return backend(problem, operands) if problem.num_tokens else _EmptyLayer(problem, operands)
-
-
-@lru_cache(maxsize=1024)
-def _fp4_problem(
-    problem: MoeProblem,
-    mode: MoeFormat,
-    weight_block_bytes: int,
-    token_scale_pitch: int,
-    rounds_weights: bool,
-    strategy: Strategy | None,
-    partition_sms: tuple[int, ...],
-) -> MoeProblem:
-    return replace(
-        problem,
-        moe_format=mode,
-        weight_block_bytes=weight_block_bytes,
-        token_scale_pitch=token_scale_pitch,
-        rounds_weights=rounds_weights,
-        strategy=strategy,
-        partition_sms=partition_sms,
-    )
-
-
-def _block_bytes(operands: Fp4Operands) -> int:
-    shape = operands.gemm1[0].weights.shape
-    return shape[3] if len(shape) == 4 else 0
-
-
-def _token_scale_pitch(operands: Fp4Operands) -> int:
-    scales, num_tokens = operands.hidden_states_scale, operands.hidden_states.shape[0]
-    return scales.size // num_tokens if scales is not None and num_tokens else 0
+        return HostLayer(problem, operands)
+    return BoundLayer(problem, operands, resources)
 
 
 def _problem_of(
     operation: str,
     settings: MoeSettings,
-    operands: MoeOperands | Fp4Operands,
-    hidden_size: int,
-    weights_dtype: str,
+    operands: MoeOperands,
+    resources: MoePartitionResources | None,
 ) -> MoeProblem:
-    logits, bias = operands.routing_logits, operands.routing_bias
-    if logits is not None:
+    o, given = operands, operands.topk_weights
+    dtype = "bfloat16" if given is None or o.moe_format is MoeFormat.Nvfp4 else given.dtype
+    if o.routing_logits is not None:
         source = RoutingSource.Logits
     else:
-        is_packed = operands.topk_weights is None
-        source = RoutingSource.Packed if is_packed else RoutingSource.Unpacked
+        source = RoutingSource.Packed if given is None else RoutingSource.Unpacked
+    num_tokens, scales, blocks = o.hidden_states.shape[0], o.hidden_states_scale, o.gemm1_weights[0]
     return _problem(
         operation,
         settings,
-        operands.hidden_states.shape[0],
-        hidden_size,
+        num_tokens,
+        o.hidden_size,
         source,
-        weights_dtype,
-        None if logits is None else logits.dtype,
-        None if bias is None else bias.dtype,
+        dtype,
+        None if o.routing_logits is None else o.routing_logits.dtype,
+        None if o.routing_bias is None else o.routing_bias.dtype,
+        o.moe_format,
+        blocks.shape[3] if len(blocks.shape) == 4 else 0,
+        scales.size // num_tokens if scales is not None and num_tokens else 0,
+        given is not None and given.dtype != dtype,
+        o.strategy,
+        () if resources is None else resources.sm_counts,
     )
-
-
-@cache
-def _backend(operation: str, device: int) -> Callable[[MoeProblem, MoeOperands], Layer]:
-    """Check a device and import its backend, when an array comes in that needs it."""
-    require_supported_device(operation, device)
-    if device == HOST:
-        from cupy_moe.fused_moe.host import Fp8HostLayer
-
-        return Fp8HostLayer
-    from cupy_moe.bound_layer import BoundLayer, fp8_addresses
-
-    return partial(BoundLayer, addresses=fp8_addresses)
-
-
-@cache
-def _fp4_backend(operation: str, device: int) -> Callable[[MoeProblem, Fp4Operands], Layer]:
-    """As `_backend`, of the FP4 operations."""
-    require_supported_device(operation, device)
-    if device == HOST:
-        from cupy_moe.fused_moe.host import Fp4HostLayer
-
-        return Fp4HostLayer
-    from cupy_moe.fused_moe.fp4_bound import bound_fp4_layer
-
-    return bound_fp4_layer
 
 
 class _EmptyLayer:
     """Layer without tokens, which nothing is launched for."""
 
-    def __init__(self, problem: MoeProblem, operands: MoeOperands | Fp4Operands) -> None:
+    def __init__(self, problem: MoeProblem, operands: MoeOperands) -> None:
         self.operands = operands
         self.result = allocate_result(problem, operands, 0)
         self.scratch_bytes = 0

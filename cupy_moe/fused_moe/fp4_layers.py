@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast, get_args
 
-from cupy_moe.fused_moe.execution import Layer, bind_fp4
-from cupy_moe.fused_moe.fp4_operands import Fp4Operands, Strategy
+from cupy_moe.fused_moe.execution import Layer, bind
 from cupy_moe.fused_moe.fp4_rules import (
     PARTITIONED_ACTIVATIONS,
     WHOLE_ACTIVATIONS,
@@ -17,8 +16,9 @@ from cupy_moe.fused_moe.fp4_rules import (
     weight_layout_of,
 )
 from cupy_moe.fused_moe.operands import describe_output, describe_precomputed, describe_router
-from cupy_moe.fused_moe.partitions import MoePartitionResources
 from cupy_moe.fused_moe.settings import MoeSettings, moe_settings, warn_ignored_groups
+from cupy_moe.partitions import MoePartitionResources
+from cupy_moe.problem import MoeOperands, Strategy
 from cupy_moe.runtime.arrays import HOST
 from cupy_moe.types import RoutingInputMode
 from cupy_moe.validate import ArgumentKindError, ArrayLike, Checker, integer, scaling_factor
@@ -125,7 +125,7 @@ def whole_layer(
     is_unpacked = mode is RoutingInputMode.UnpackedPrecomputed
     weights = topk_weights if is_unpacked else None
     routing = (routing_logits, routing_bias, topk_ids, weights, routing_replay_out)
-    return _routed(check, settings, operands, routed_scaling_factor, *routing, output)
+    return _routed(check, settings, operands, None, routed_scaling_factor, *routing, output)
 
 
 def partitioned_layer(
@@ -217,9 +217,9 @@ def partitioned_layer(
         },
     )
     _check_device(check, partition_resources)
-    operands.resources = partition_resources
+    resources, factor = partition_resources, routed_scaling_factor
     routing = (routing_logits, routing_bias, topk_ids, topk_weights, routing_replay_out)
-    return _routed(check, settings, operands, routed_scaling_factor, *routing, output)
+    return _routed(check, settings, operands, resources, factor, *routing, output)
 
 
 def _refuse_unsupported(check: Checker, **values: ArrayLike | None) -> None:
@@ -282,7 +282,8 @@ def _check_device(check: Checker, resources: MoePartitionResources) -> None:
 def _routed(
     check: Checker,
     settings: MoeSettings,
-    operands: Fp4Operands,
+    operands: MoeOperands,
+    resources: MoePartitionResources | None,
     routed_scaling_factor: float | None,
     logits: ArrayLike | None,
     bias: ArrayLike | None,
@@ -302,5 +303,5 @@ def _routed(
     else:
         names = ("topk_ids", "topk_weights")
         describe_precomputed(check, settings, operands, names, ids, weights, bias, replay)
-    describe_output(check, settings, operands, output, operands.hidden_size)
-    return bind_fp4(check.operation, settings, operands)
+    describe_output(check, settings, operands, output)
+    return bind(check.operation, settings, operands, resources)

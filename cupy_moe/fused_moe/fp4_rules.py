@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_moe.fused_moe.fp4_operands import Fp4Operands, PreparedMatrix, Strategy
 from cupy_moe.fused_moe.settings import SIZE_MULTIPLE, MoeSettings
+from cupy_moe.problem import MoeOperands, Strategy, partition_names
 from cupy_moe.runtime.arrays import HOST, ArrayRef
 from cupy_moe.types import ActivationType, MoeFormat, WeightLayout
 from cupy_moe.validate import (
@@ -97,7 +97,7 @@ def describe_fp4_layer(
     gemm2_weights_scale: Any,
     scalars: dict[str, ArrayLike],
     activation_scalars: dict[str, ArrayLike | None],
-) -> Fp4Operands:
+) -> MoeOperands:
     """Check the tokens and the experts; routing and what is written are still missing.
 
     Parameters
@@ -121,26 +121,27 @@ def describe_fp4_layer(
     _check_sizes(check, settings, mode, strategy, hidden_size)
     scales = _describe_token_scales(check, mode, hidden.shape[0], hidden_size, hidden_states_scale)
     fc1, fc2 = _geometries(settings, strategy, hidden_size)
-    gemm1 = _describe_matrix(
+    w1, s1 = _describe_matrix(
         check, settings, mode, layout, strategy, fc1, gemm1_weights, gemm1_weights_scale
     )
-    gemm2 = _describe_matrix(
+    w2, s2 = _describe_matrix(
         check, settings, mode, layout, strategy, fc2, gemm2_weights, gemm2_weights_scale
     )
     if layout is WeightLayout.BlockMajorK:
-        _check_equal_blocks(check, gemm1 + gemm2)
+        _check_equal_blocks(check, {"gemm1_weights": w1, "gemm2_weights": w2})
     output1, gate, output2 = (_scalar_vector(check, settings, *item) for item in scalars.items())
     alpha, beta, limit = (
         _activation_vector(check, settings, *item) for item in activation_scalars.items()
     )
-    return Fp4Operands(
-        mode=mode,
+    return MoeOperands(
+        moe_format=mode,
         strategy=strategy,
-        hidden_size=hidden_size,
         hidden_states=hidden,
         hidden_states_scale=scales,
-        gemm1=gemm1,
-        gemm2=gemm2,
+        gemm1_weights=w1,
+        gemm1_scales=s1,
+        gemm2_weights=w2,
+        gemm2_scales=s2,
         output1_scales=output1,
         output1_gate_scales=gate,
         output2_scales=output2,
@@ -258,31 +259,30 @@ def _describe_matrix(
     geometry: _Geometry,
     weights: Any,
     scales: Any,
-) -> tuple[PreparedMatrix, ...]:
-    """Check the weights and scales of one matrix in all its partitions."""
+) -> tuple[tuple[ArrayRef, ...], tuple[ArrayRef, ...]]:
+    """Check one matrix in all its partitions: weights, and their scales."""
     name, scale_name = geometry.name, f"{geometry.name}_scale"
     if strategy is None:
-        indices, pairs = [""], [(weights, scales)]
+        weights, scales = [weights], [scales]
     else:
-        shards = _two_shards(check, name, weights), _two_shards(check, scale_name, scales)
-        indices, pairs = ["[0]", "[1]"], list(zip(*shards, strict=True))
+        weights = _two_shards(check, name, weights)
+        scales = _two_shards(check, scale_name, scales)
     count = settings.local_num_experts * geometry.rows * (geometry.columns // mode.scale_block)
     symbols = f"local_num_experts * {geometry.row_symbol} * K/{mode.scale_block}"
-    matrices = []
-    for index, (values, factors) in zip(indices, pairs, strict=True):
-        ref = _describe_weights(check, settings, layout, geometry, f"{name}{index}", values)
-        factor_name = f"{scale_name}{index}"
-        _require(check, factor_name, factors)
-        scale = check.bytes_of(
-            factor_name,
-            factors,
-            _scale_dtypes(mode),
-            (count,),
-            symbols,
-            align=VECTOR_ALIGNMENT if check.device == HOST else SCALE_ALIGNMENT,
-        )
-        matrices.append(PreparedMatrix(ref, scale, name, index))
-    return tuple(matrices)
+    align = VECTOR_ALIGNMENT if check.device == HOST else SCALE_ALIGNMENT
+
+    def describe_scales(name: str, value: ArrayLike | None) -> ArrayRef:
+        _require(check, name, value)
+        return check.bytes_of(name, value, _scale_dtypes(mode), (count,), symbols, align=align)
+
+    names, scale_names = (partition_names(n, len(weights)) for n in (name, scale_name))
+    return (
+        tuple(
+            _describe_weights(check, settings, layout, geometry, *item)
+            for item in zip(names, weights, strict=True)
+        ),
+        tuple(map(describe_scales, scale_names, scales)),
+    )
 
 
 def _two_shards(check: Checker, name: str, value: Any) -> Sequence[Any]:
@@ -325,13 +325,16 @@ def _describe_weights(
     return check.array(name, ref, PACKED_FP4, shape, symbols, align=VECTOR_ALIGNMENT)
 
 
-def _check_equal_blocks(check: Checker, matrices: tuple[PreparedMatrix, ...]) -> None:
-    expected = matrices[0].weights.shape[3]
-    for matrix in matrices[1:]:
-        block = matrix.weights.shape[3]
+def _check_equal_blocks(check: Checker, matrices: dict[str, tuple[ArrayRef, ...]]) -> None:
+    blocks = {
+        name: ref.shape[3]
+        for matrix, refs in matrices.items()
+        for name, ref in zip(partition_names(matrix, len(refs)), refs, strict=True)
+    }
+    first, expected = next(iter(blocks.items()))
+    for name, block in blocks.items():
         if block != expected:
-            name = f"{matrix.name}{matrix.index}"
-            rule = f"have blocks of {expected} bytes like gemm1_weights{matrices[0].index}"
+            rule = f"have blocks of {expected} bytes like {first}"
             check.refuse(ValueError, name, rule, str(block))
 
 

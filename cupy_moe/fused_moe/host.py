@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from cupy_moe.formats import decode_bf16, encode_bf16
-from cupy_moe.fused_moe.fp4_operands import Fp4Operands, PreparedMatrix
 from cupy_moe.plan import max_token_tiles
 from cupy_moe.problem import MoeOperands, MoeProblem, RoutingSource
 from cupy_moe.reference.moe import DEFAULT_TILE, Mode, fp4_moe, fp8_moe
@@ -19,13 +17,11 @@ from cupy_moe.results import allocate_result
 from cupy_moe.runtime.arrays import ArrayRef, to_numpy
 from cupy_moe.types import MoeFormat
 
-__all__ = ["Fp4HostLayer", "Fp8HostLayer"]
+__all__ = ["HostLayer"]
 
 I32: TypeAlias = NDArray[np.int32]
 F32: TypeAlias = NDArray[np.float32]
 Computed: TypeAlias = "NDArray[np.uint16] | tuple[NDArray[np.uint16], I32]"
-OperandsT = TypeVar("OperandsT", MoeOperands, Fp4Operands)
-
 
 _MODES: dict[MoeFormat, Mode] = {
     MoeFormat.Nvfp4: "nvfp4",
@@ -34,19 +30,19 @@ _MODES: dict[MoeFormat, Mode] = {
 }
 
 
-class _HostLayer(ABC, Generic[OperandsT]):
+class HostLayer:
     """One layer on fixed arrays in host memory, like `cupy_moe.bound_layer.BoundLayer`.
 
     Parameters
     ----------
     problem : MoeProblem
         At least one token.
-    operands : MoeOperands or Fp4Operands
+    operands : MoeOperands
         Checked arguments; ``enable_pdl`` and ``workspace_buffer`` have no effect here.
 
     Attributes
     ----------
-    operands : MoeOperands or Fp4Operands
+    operands : MoeOperands
     result : MoeResult
         New arrays come from the library of ``hidden_states``.
     scratch_bytes : int
@@ -55,9 +51,9 @@ class _HostLayer(ABC, Generic[OperandsT]):
 
     __slots__ = ("_problem", "operands", "result", "scratch_bytes")
 
-    def __init__(self, problem: MoeProblem, operands: OperandsT) -> None:
+    def __init__(self, problem: MoeProblem, operands: MoeOperands) -> None:
         self._problem = problem
-        self.operands: OperandsT = operands
+        self.operands = operands
         tiles = max_token_tiles(problem.num_slots, problem.local_num_experts, DEFAULT_TILE)
         self.result = allocate_result(problem, operands, tiles * DEFAULT_TILE)
         self.scratch_bytes = 0
@@ -69,7 +65,8 @@ class _HostLayer(ABC, Generic[OperandsT]):
         """Run the reference; the results are there on return."""
         problem, operands, result = self._problem, self.operands, self.result
         ids, weights = _routing(problem, operands)
-        computed = self._compute(ids, weights)
+        compute = _fp4 if problem.moe_format.has_block_scales else _fp8
+        computed = compute(problem, operands, ids, weights)
         if isinstance(computed, np.ndarray):
             _fill(result.output, computed.view(ml_dtypes.bfloat16))
             return
@@ -79,72 +76,54 @@ class _HostLayer(ABC, Generic[OperandsT]):
         if result.expert_weights is not operands.topk_weights:
             _fill(result.expert_weights, encode_bf16(weights).view(ml_dtypes.bfloat16))
 
-    @abstractmethod
-    def _compute(self, ids: I32, weights: F32) -> Computed:
-        """Output, or rows and their map, by the reference of the operation."""
+
+def _fp8(problem: MoeProblem, o: MoeOperands, ids: I32, weights: F32) -> Computed:
+    """Output, or rows and their map."""
+    return fp8_moe(
+        _raw(o.hidden_states),
+        _raw(o.gemm1_weights[0]),
+        _raw(o.gemm2_weights[0]),
+        to_numpy(o.output1_scales),
+        to_numpy(o.output1_gate_scales),
+        to_numpy(o.output2_scales),
+        ids,
+        weights,
+        activation=problem.activation,
+        num_experts=problem.num_experts,
+        local_expert_offset=problem.local_expert_offset,
+        clamp_limit=_optional(o.clamp_limit),
+        scale_input=problem.scale_input,
+        do_finalize=problem.do_finalize,
+    )
 
 
-class Fp8HostLayer(_HostLayer[MoeOperands]):
-    """Layer of the FP8 operations."""
-
-    __slots__ = ()
-
-    def _compute(self, ids: I32, weights: F32) -> Computed:
-        problem, o = self._problem, self.operands
-        return fp8_moe(
-            _raw(o.hidden_states),
-            _raw(o.gemm1_weights),
-            _raw(o.gemm2_weights),
-            to_numpy(o.output1_scales),
-            to_numpy(o.output1_gate_scales),
-            to_numpy(o.output2_scales),
-            ids,
-            weights,
-            activation=problem.activation,
-            num_experts=problem.num_experts,
-            local_expert_offset=problem.local_expert_offset,
-            clamp_limit=_optional(o.clamp_limit),
-            scale_input=problem.scale_input,
-            do_finalize=problem.do_finalize,
-        )
-
-
-class Fp4HostLayer(_HostLayer[Fp4Operands]):
-    """Layer of the FP4 operations; partitions are computed one after the other."""
-
-    __slots__ = ()
-
-    def _compute(self, ids: I32, weights: F32) -> Computed:
-        problem, o = self._problem, self.operands
-        return fp4_moe(
-            _raw(o.hidden_states),
-            None if o.hidden_states_scale is None else _raw(o.hidden_states_scale),
-            *_codes_and_scales(o.gemm1),
-            *_codes_and_scales(o.gemm2),
-            to_numpy(o.output1_scales),
-            to_numpy(o.output1_gate_scales),
-            to_numpy(o.output2_scales),
-            ids,
-            weights,
-            mode=_MODES[o.mode],
-            activation=problem.activation,
-            num_experts=problem.num_experts,
-            local_expert_offset=problem.local_expert_offset,
-            strategy=o.strategy or "tp_n_tp_n",  # without partitions there is nothing to choose
-            alpha=_optional(o.alpha),
-            beta=_optional(o.beta),
-            clamp_limit=_optional(o.clamp_limit),
-            do_finalize=problem.do_finalize,
-        )
+def _fp4(problem: MoeProblem, o: MoeOperands, ids: I32, weights: F32) -> Computed:
+    """As `_fp8`; partitions are computed one after the other."""
+    return fp4_moe(
+        _raw(o.hidden_states),
+        None if o.hidden_states_scale is None else _raw(o.hidden_states_scale),
+        _raws(o.gemm1_weights),
+        _raws(o.gemm1_scales),
+        _raws(o.gemm2_weights),
+        _raws(o.gemm2_scales),
+        to_numpy(o.output1_scales),
+        to_numpy(o.output1_gate_scales),
+        to_numpy(o.output2_scales),
+        ids,
+        weights,
+        mode=_MODES[problem.moe_format],
+        activation=problem.activation,
+        num_experts=problem.num_experts,
+        local_expert_offset=problem.local_expert_offset,
+        strategy=problem.strategy or "tp_n_tp_n",  # without partitions there is nothing to choose
+        alpha=_optional(o.alpha),
+        beta=_optional(o.beta),
+        clamp_limit=_optional(o.clamp_limit),
+        do_finalize=problem.do_finalize,
+    )
 
 
-def _codes_and_scales(
-    partitions: tuple[PreparedMatrix, ...],
-) -> tuple[list[NDArray[np.uint8]], list[NDArray[np.uint8]]]:
-    return [_raw(p.weights) for p in partitions], [_raw(p.scales) for p in partitions]
-
-
-def _routing(problem: MoeProblem, operands: MoeOperands | Fp4Operands) -> tuple[I32, F32]:
+def _routing(problem: MoeProblem, operands: MoeOperands) -> tuple[I32, F32]:
     """Global expert ids and FP32 weights (BF16 ones widened) of every slot, both (T, K)."""
     if problem.routing_source is RoutingSource.Logits:
         return _select(problem, operands)
@@ -156,7 +135,7 @@ def _routing(problem: MoeProblem, operands: MoeOperands | Fp4Operands) -> tuple[
     return ids, _as_f32(operands.topk_weights)
 
 
-def _select(problem: MoeProblem, operands: MoeOperands | Fp4Operands) -> tuple[I32, F32]:
+def _select(problem: MoeProblem, operands: MoeOperands) -> tuple[I32, F32]:
     assert operands.routing_logits is not None
     bias, replay = operands.routing_bias, operands.routing_replay_out
     ids, weights = select_experts(
@@ -177,6 +156,10 @@ def _select(problem: MoeProblem, operands: MoeOperands | Fp4Operands) -> tuple[I
 def _raw(ref: ArrayRef) -> NDArray[Any]:
     """Codes as unsigned integers of their width."""
     return to_numpy(ref).view(np.dtype(f"u{ref.itemsize}"))
+
+
+def _raws(refs: tuple[ArrayRef, ...]) -> list[NDArray[Any]]:
+    return [_raw(ref) for ref in refs]
 
 
 def _optional(ref: ArrayRef | None) -> NDArray[Any] | None:

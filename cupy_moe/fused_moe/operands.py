@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from operator import attrgetter
-from typing import TypeAlias
 
-from cupy_moe.fused_moe.fp4_operands import Fp4Operands
 from cupy_moe.fused_moe.settings import SIZE_MULTIPLE, MoeSettings
 from cupy_moe.problem import MoeOperands
 from cupy_moe.runtime.arrays import ArrayRef
-from cupy_moe.types import ActivationType, RoutingMethodType
+from cupy_moe.types import ActivationType, MoeFormat, RoutingMethodType
 from cupy_moe.validate import (
     BF16,
     BF16_OR_F32,
@@ -26,8 +23,6 @@ from cupy_moe.validate import (
 
 __all__ = [
     "ACTIVATIONS",
-    "OPERAND_FIELDS",
-    "CallOperands",
     "describe_layer",
     "describe_output",
     "describe_precomputed",
@@ -35,9 +30,8 @@ __all__ = [
     "describe_topk",
     "describe_written",
     "named_arrays",
+    "operand_of",
 ]
-
-CallOperands: TypeAlias = MoeOperands | Fp4Operands
 
 ACTIVATIONS = frozenset(
     {
@@ -52,26 +46,42 @@ ACTIVATIONS = frozenset(
 )
 _BIASED_METHODS = (RoutingMethodType.DeepSeekV3, RoutingMethodType.MiniMax2)
 
-OPERAND_FIELDS = {
-    "hidden_states": "hidden_states",
-    "gemm1_weights": "gemm1_weights",
-    "gemm2_weights": "gemm2_weights",
-    "output1_scales_scalar": "output1_scales",
-    "output1_scales_gate_scalar": "output1_gate_scales",
-    "output2_scales_scalar": "output2_scales",
-    "gemm1_clamp_limit": "clamp_limit",
-    "topk_ids": "topk_ids",
-    "topk_ids[1]": "topk_weights",
-    "routing_logits": "routing_logits",
-    "routing_bias": "routing_bias",
-    "routing_replay_out": "routing_replay_out",
-    "output": "output",
-    "workspace_buffer": "workspace_buffer",
+# Public arguments by the field of `MoeOperands`, where the two differ.
+_FP8_ARGUMENTS = {
+    "output1_scales": "output1_scales_scalar",
+    "output1_gate_scales": "output1_scales_gate_scalar",
+    "output2_scales": "output2_scales_scalar",
+    "clamp_limit": "gemm1_clamp_limit",
+    "topk_weights": "topk_ids[1]",
 }
-"""Fields of `MoeOperands`, under the names of the public arguments."""
+_FP4_ARGUMENTS = {
+    "gemm1_scales": "gemm1_weights_scale",
+    "gemm2_scales": "gemm2_weights_scale",
+    "output1_scales": "output1_scale_scalar",
+    "output1_gate_scales": "output1_scale_gate_scalar",
+    "output2_scales": "output2_scale_scalar",
+    "alpha": "gemm1_alpha",
+    "beta": "gemm1_beta",
+    "clamp_limit": "gemm1_clamp_limit",
+}
+_FIELDS = {
+    "topk_ids[0]": "topk_ids",
+    **{v: k for names in (_FP8_ARGUMENTS, _FP4_ARGUMENTS) for k, v in names.items()},
+}
 
-_argument_names = tuple(OPERAND_FIELDS)
-_get_arguments = attrgetter(*OPERAND_FIELDS.values())
+
+def named_arrays(operands: MoeOperands) -> Iterator[tuple[str, ArrayRef]]:
+    """All arrays of a call under the names of the public arguments."""
+    names = _FP8_ARGUMENTS if operands.moe_format is MoeFormat.Fp8 else _FP4_ARGUMENTS
+    for name, ref in operands.arrays():
+        field, bracket, index = name.partition("[")
+        yield f"{names.get(field, field)}{bracket}{index}", ref
+
+
+def operand_of(argument: str) -> str:
+    """Name in `MoeOperands.arrays` of an array argument, ``name[i]`` where it is in a pair."""
+    name, bracket, index = argument.partition("[")
+    return _FIELDS.get(argument) or f"{_FIELDS.get(name, name)}{bracket}{index}"
 
 
 def describe_layer(
@@ -92,25 +102,28 @@ def describe_layer(
     rows, rows_symbol, hint = _gemm1_rows(settings.activation, intermediate_size)
     vector = (local_num_experts,)
     vector_symbol = "(local_num_experts,)"
+    w1 = check.array(
+        "gemm1_weights",
+        gemm1_weights,
+        E4M3,
+        (local_num_experts, rows, hidden_size),
+        rows_symbol,
+        align=VECTOR_ALIGNMENT,
+        hint=hint,
+    )
+    w2 = check.array(
+        "gemm2_weights",
+        gemm2_weights,
+        E4M3,
+        (local_num_experts, hidden_size, intermediate_size),
+        "(local_num_experts, hidden_size, intermediate_size)",
+        align=VECTOR_ALIGNMENT,
+    )
     operands = MoeOperands(
+        moe_format=MoeFormat.Fp8,
         hidden_states=hidden,
-        gemm1_weights=check.array(
-            "gemm1_weights",
-            gemm1_weights,
-            E4M3,
-            (local_num_experts, rows, hidden_size),
-            rows_symbol,
-            align=VECTOR_ALIGNMENT,
-            hint=hint,
-        ),
-        gemm2_weights=check.array(
-            "gemm2_weights",
-            gemm2_weights,
-            E4M3,
-            (local_num_experts, hidden_size, intermediate_size),
-            "(local_num_experts, hidden_size, intermediate_size)",
-            align=VECTOR_ALIGNMENT,
-        ),
+        gemm1_weights=(w1,),
+        gemm2_weights=(w2,),
         output1_scales=check.array(
             "output1_scales_scalar", output1_scales_scalar, F32, vector, vector_symbol
         ),
@@ -195,7 +208,7 @@ def describe_topk(
 def describe_precomputed(
     check: Checker,
     settings: MoeSettings,
-    operands: CallOperands,
+    operands: MoeOperands,
     names: tuple[str, str],
     topk_ids: ArrayLike,
     topk_weights: ArrayLike | None,
@@ -219,7 +232,7 @@ def describe_precomputed(
 def describe_router(
     check: Checker,
     settings: MoeSettings,
-    operands: CallOperands,
+    operands: MoeOperands,
     routing_logits: ArrayLike,
     routing_bias: ArrayLike | None,
     routing_replay_out: ArrayLike | None,
@@ -253,7 +266,7 @@ def describe_written(
     workspace_buffer: ArrayLike | None,
 ) -> None:
     """Check the arrays that the call writes, after all that it reads are known."""
-    describe_output(check, settings, operands, output, operands.hidden_states.shape[1])
+    describe_output(check, settings, operands, output)
     if workspace_buffer is not None:
         if not settings.do_finalize:
             rule = "be None unless do_finalize is True"
@@ -264,26 +277,16 @@ def describe_written(
 
 
 def describe_output(
-    check: Checker,
-    settings: MoeSettings,
-    operands: CallOperands,
-    output: ArrayLike | None,
-    hidden_size: int,
+    check: Checker, settings: MoeSettings, operands: MoeOperands, output: ArrayLike | None
 ) -> None:
     """Check the caller's output, which has no meaning unless the layer finalizes."""
     if output is not None and settings.do_finalize:
-        shape, symbols = (operands.hidden_states.shape[0], hidden_size), "(num_tokens, hidden_size)"
+        shape = (operands.hidden_states.shape[0], operands.hidden_size)
+        symbols = "(num_tokens, hidden_size)"
         ref = check.array("output", output, BF16, shape, symbols, align=VECTOR_ALIGNMENT)
         _check_written(check, operands, "output", ref)
         operands.output = ref
 
 
-def _check_written(check: Checker, operands: CallOperands, name: str, ref: ArrayRef) -> None:
+def _check_written(check: Checker, operands: MoeOperands, name: str, ref: ArrayRef) -> None:
     check.writable(name, ref, named_arrays(operands))
-
-
-def named_arrays(operands: CallOperands) -> Iterator[tuple[str, ArrayRef | None]]:
-    """Operands under the names of the public arguments."""
-    if isinstance(operands, Fp4Operands):
-        return operands.named_arrays()
-    return zip(_argument_names, _get_arguments(operands), strict=True)

@@ -53,7 +53,7 @@ class PlannedMoe:
 
     def __init__(self, layer: Layer) -> None:
         for name, ref in named_arrays(layer.operands):
-            if ref is not None and isinstance(ref.framework, DlpackFramework):
+            if isinstance(ref.framework, DlpackFramework):
                 raise NotImplementedError(
                     f"a plan needs arrays of torch, CuPy or NumPy, got {name} of "
                     f"{ref.framework.name}: DLPack orders streams once, when an array is imported. "

@@ -38,6 +38,11 @@ class Fp4Sizes:
     block_bytes: int = 0  # of BlockMajorK
     weights_dtype: str = "float32"
 
+    @property
+    def weight_layout(self) -> int:
+        """Number that the operations take."""
+        return int(WeightLayout.BlockMajorK if self.block_bytes else WeightLayout.MajorK)
+
     def __str__(self) -> str:
         """As a test's name."""
         words = [f"T{self.tokens}-H{self.hidden}-I{self.inter}-E{self.experts}-K{self.top_k}"]
@@ -92,9 +97,7 @@ def fp4_layer(
         "local_num_experts": count,
         "routed_scaling_factor": None,
         "activation_type": int(sizes.activation),
-        "weight_layout": int(
-            WeightLayout.BlockMajorK if sizes.block_bytes else WeightLayout.MajorK
-        ),
+        "weight_layout": sizes.weight_layout,
     }
     if form == "whole":
         absent = ("gemm1_bias", "gemm2_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
@@ -141,7 +144,7 @@ def partition_weights(
     block = sizes.block_bytes or None
     fc1, fc2 = prepared_weight_layouts(
         weight_dtype="uint8",
-        weight_layout=arguments["weight_layout"],
+        weight_layout=sizes.weight_layout,
         use_shuffled_weight=True,
         scale_k_group_size=16 if mode == "nvfp4" else 32,
         fc1_block_major_k_bytes=block,

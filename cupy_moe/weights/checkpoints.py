@@ -26,7 +26,8 @@ from cupy_moe.weights.quantize import (
 __all__ = ["Nvfp4Projection", "experts_from_gpt_oss", "experts_from_nvfp4"]
 
 _MULTIPLE = 128
-_ONE_UE8M0, _ONE_E4M3 = 127, 0x38  # scales of padding
+# Elements of K per block scale, and the byte of 1, by the dtype of the scales.
+_BLOCKS = {UE8M0_DTYPE: (MX_BLOCK, 127), E4M3_DTYPE: (NVFP4_BLOCK, 0x38)}
 
 
 class Nvfp4Projection(NamedTuple):
@@ -91,17 +92,9 @@ def experts_from_gpt_oss(
     in the operations.
     """
     name = "experts_from_gpt_oss"
-    w1, restore = to_xp(gate_up_blocks, f"{name}: gate_up_blocks")
-    s1, w2, s2 = (
-        to_xp(x, f"{name}: {what}")[0]
-        for x, what in (
-            (gate_up_scales, "gate_up_scales"),
-            (down_blocks, "down_blocks"),
-            (down_scales, "down_scales"),
-        )
-    )
-    _check_dtypes(name, {"gate_up_blocks": w1, "down_blocks": w2})
-    _check_dtypes(name, {"gate_up_scales": s1, "down_scales": s2}, UE8M0_DTYPE)
+    w1, w2 = _bytes_of(name, gate_up_blocks=gate_up_blocks, down_blocks=down_blocks)
+    scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+    s1, s2 = _bytes_of(name, UE8M0_DTYPE, **scales)
     fits = (
         w1.ndim == w2.ndim == 4
         and w1.shape[3] == w2.shape[3] == MX_BLOCK // 2
@@ -117,17 +110,17 @@ def experts_from_gpt_oss(
             f"H/32) and (E, H, I/32), got {tuple(w1.shape)}, {tuple(w2.shape)}, "
             f"{tuple(s1.shape)} and {tuple(s2.shape)}."
         )
+    w1, w2 = (w.reshape(*w.shape[:2], -1) for w in (w1, w2))
+    up, gate = ((w1[:, first::2], s1[:, first::2]) for first in (1, 0))
+    ones = get_xp(w1).ones(len(w1), np.float32)
     hidden = _padded(name, "hidden_multiple", hidden_multiple, w2.shape[1])
     inter = _padded(name, "intermediate_multiple", intermediate_multiple, w1.shape[1] // 2)
-    w1, w2 = (w.reshape(*w.shape[:2], -1) for w in (w1, w2))
-    halves = [(w1[:, first::2], s1.view(np.uint8)[:, first::2]) for first in (1, 0)]  # up, gate
-    ones = get_xp(w1).ones(len(w1), np.float32)
     return fp4_experts(
-        _stacked(halves, inter, hidden, MX_BLOCK, _ONE_UE8M0),
-        _stacked([(w2, s2.view(np.uint8))], hidden, inter, MX_BLOCK, _ONE_UE8M0),
+        _stacked([up, gate], inter, hidden, UE8M0_DTYPE),
+        _stacked([(w2, s2)], hidden, inter, UE8M0_DTYPE),
         UE8M0_DTYPE,
         (ones, ones.copy(), ones.copy()),
-        restore,
+        to_xp(gate_up_blocks)[1],
         weight_layout,
         block_major_k_bytes,
     )
@@ -180,15 +173,11 @@ def experts_from_nvfp4(
     name = "experts_from_nvfp4"
     activation = require_activation(name, activation_type, NVFP4_ACTIVATIONS)
     projections = {"up_proj": up_proj, "gate_proj": gate_proj, "down_proj": down_proj}
-    weights, restore = to_xp(up_proj.weight, f"{name}: up_proj.weight")
-    codes = {n: to_xp(p.weight, f"{name}: {n}.weight")[0] for n, p in projections.items()}
-    scales = {
-        n: to_xp(p.weight_scale, f"{name}: {n}.weight_scale")[0] for n, p in projections.items()
-    }
-    _check_dtypes(name, {f"{n}.weight": x for n, x in codes.items()})
-    _check_dtypes(name, {f"{n}.weight_scale": x for n, x in scales.items()}, E4M3_DTYPE)
-    scales = {n: x.view(np.uint8) for n, x in scales.items()}
-    hidden, inter = _nvfp4_sizes(name, codes, scales)
+    codes = _bytes_of(name, **{f"{n}.weight": p.weight for n, p in projections.items()})
+    typed = {f"{n}.weight_scale": p.weight_scale for n, p in projections.items()}
+    scales = _bytes_of(name, E4M3_DTYPE, **typed)
+    _check_nvfp4_shapes(name, codes, scales)
+    weights = codes[0]
     up_scale, gate_scale, down_scale = (
         per_expert(name, f"{n}.weight_scale_2", p.weight_scale_2, weights)
         for n, p in projections.items()
@@ -200,50 +189,47 @@ def experts_from_nvfp4(
             f"{name}: up_proj and gate_proj must have equal weight_scale_2 for {activation.name}, "
             f"which has one factor for both, got {up_scale} and {gate_scale}."
         )
-    hidden = _padded(name, "hidden_multiple", hidden_multiple, hidden)
-    inter = _padded(name, "intermediate_multiple", intermediate_multiple, inter)
-    halves = [(codes[n], scales[n]) for n in ("up_proj", "gate_proj")]
     s1 = c * up_scale / g_x if activation in LINEAR_HALF else c
+    up, gate, down = zip(codes, scales, strict=True)
+    hidden = _padded(name, "hidden_multiple", hidden_multiple, down[0].shape[1])
+    inter = _padded(name, "intermediate_multiple", intermediate_multiple, up[0].shape[1])
     return fp4_experts(
-        _stacked(halves, inter, hidden, NVFP4_BLOCK, _ONE_E4M3),
-        _stacked(
-            [(codes["down_proj"], scales["down_proj"])], hidden, inter, NVFP4_BLOCK, _ONE_E4M3
-        ),
+        _stacked([up, gate], inter, hidden, E4M3_DTYPE),
+        _stacked([down], hidden, inter, E4M3_DTYPE),
         E4M3_DTYPE,
         (s1, gate_scale / g_x, down_scale / c),
-        restore,
+        to_xp(up_proj.weight)[1],
         weight_layout,
         block_major_k_bytes,
     )
 
 
-def _check_dtypes(name: str, arrays: dict[str, Array], typed: np.dtype[Any] | None = None) -> None:
-    """Refuse what is neither bytes nor of the dtype that these bytes may be typed as."""
+def _bytes_of(name: str, typed: np.dtype[Any] | None = None, /, **arrays: Array) -> list[Array]:
+    """View as bytes what are such, or of the dtype that these bytes may be typed as."""
     allowed = ("uint8",) if typed is None else ("uint8", typed.name)
-    for argument, array in arrays.items():
+    views = []
+    for argument, value in arrays.items():
+        array, _ = to_xp(value, f"{name}: {argument}")
         if array.dtype.name not in allowed:
             raise TypeError(
                 f"{name}: {argument} must be {' or '.join(allowed)}, as the checkpoint stores it, "
                 f"got {array.dtype.name}."
             )
+        views.append(array.view(np.uint8))
+    return views
 
 
-def _nvfp4_sizes(name: str, codes: dict[str, Array], scales: dict[str, Array]) -> tuple[int, int]:
-    """Hidden and intermediate size of fitting projections."""
-    shapes = {n: tuple(x.shape) for n, x in codes.items()}
-    up, down = shapes["up_proj"], shapes["down_proj"]
-    fits = len(up) == len(down) == 3 and shapes["gate_proj"] == up
+def _check_nvfp4_shapes(name: str, codes: list[Array], scales: list[Array]) -> None:
+    """Refuse projections that do not fit each other; up, gate and down."""
+    shapes, scale_shapes = ([tuple(x.shape) for x in arrays] for arrays in (codes, scales))
+    up, gate, down = shapes
+    fits = len(up) == len(down) == 3 and gate == up
     fits = fits and (down[0], 2 * down[2], down[1]) == (up[0], up[1], 2 * up[2])
-    for n, shape in shapes.items():
-        expected = (*shape[:2], 2 * shape[2] // NVFP4_BLOCK) if len(shape) == 3 else None
-        fits = fits and tuple(scales[n].shape) == expected
-    if not fits:
-        scale_shapes = {n: tuple(x.shape) for n, x in scales.items()}
+    if not fits or scale_shapes != [(*s[:2], 2 * s[2] // NVFP4_BLOCK) for s in shapes]:
         raise ValueError(
             f"{name}: weights must be (E, I, H/2) twice and (E, H, I/2) with scales per 16 columns,"
             f" got {shapes} and {scale_shapes}."
         )
-    return down[1], up[1]
 
 
 def _padded(name: str, argument: str, multiple: int, size: int) -> int:
@@ -253,10 +239,11 @@ def _padded(name: str, argument: str, multiple: int, size: int) -> int:
 
 
 def _stacked(
-    parts: list[tuple[Array, Array]], rows: int, k: int, block: int, one: int
+    parts: list[tuple[Array, Array]], rows: int, k: int, scale_dtype: np.dtype[Any]
 ) -> tuple[Array, Array]:
     """Pad and stack to codes (E, parts * rows, k/2) and scales (E, parts * rows, k/block)."""
     xp, experts = get_xp(parts[0][0]), len(parts[0][0])
+    block, one = _BLOCKS[scale_dtype]
     codes = xp.zeros((experts, len(parts), rows, k // 2), np.uint8)
     scales = xp.full((experts, len(parts), rows, k // block), one, np.uint8)
     for i, part in enumerate(parts):

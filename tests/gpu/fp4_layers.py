@@ -6,8 +6,6 @@ import os
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from cupy_moe.cli import precompile
 from cupy_moe.fused_moe import MoePartitionResources
 from cupy_moe.plan import all_specializations
@@ -16,6 +14,7 @@ from cupy_moe.testing.compare import FP4_BF16, FP4_MXFP8, FP4_NVFP4, to_host
 from cupy_moe.testing.fp4_inputs import HOST_RESOURCES
 from cupy_moe.testing.inputs import to_library
 from cupy_moe.types import MoeFormat
+from tests.fp8_calls import aligned
 
 __all__ = [
     "TOLERANCES",
@@ -76,17 +75,9 @@ def on_host(arguments: dict[str, Any]) -> dict[str, Any]:
     def move(value: Any) -> Any:
         if isinstance(value, list):
             return [move(v) for v in value]
-        return _aligned(to_host(value)) if hasattr(value, "dtype") else value
+        return aligned(to_host(value)) if hasattr(value, "dtype") else value
 
     moved = {n: move(v) for n, v in arguments.items() if n not in written}
     if "partition_resources" in moved:
         moved["partition_resources"] = HOST_RESOURCES
     return moved
-
-
-def _aligned(array: np.ndarray) -> np.ndarray:
-    memory = np.empty(array.nbytes + 64, np.uint8)
-    begin = -memory.ctypes.data % 64
-    copy = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy

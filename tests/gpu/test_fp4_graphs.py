@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_moe.fused_moe import MoePartitionResources, fp4_bound
+from cupy_moe import partitioned_launches
+from cupy_moe.fused_moe import MoePartitionResources
 from cupy_moe.runtime.launch import BoundLaunch
 from cupy_moe.runtime.streams import GreenPartitions
 from cupy_moe.testing.compare import assert_bit_equal, to_host
@@ -97,7 +98,7 @@ class Recorder:
         return [set(ids.get().tolist()) for ids in self.ids]
 
 
-enqueue = fp4_bound.enqueue
+enqueue = partitioned_launches.enqueue
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
@@ -108,7 +109,7 @@ def test_gemms_run_on_their_partitions(
     resources = partition_resources()
     arguments = on_library(fp4_layer("bf16", form, Fp4Sizes(9)), "cupy")
     recorder = Recorder(resources, 16 * max(resources.sm_counts))
-    monkeypatch.setattr(fp4_bound, "enqueue", recorder.enqueue)
+    monkeypatch.setattr(partitioned_launches, "enqueue", recorder.enqueue)
     work: Callable[[], Any] = lambda: run(form, arguments)  # noqa: E731
     if in_graph:
         replay = capture("cupy", work)

@@ -204,3 +204,25 @@ def test_zero_tokens(form: str) -> None:
     for name in ("hidden_states", "topk_ids", "topk_weights"):
         arguments[name] = arguments[name][:0]
     assert [tuple(r.shape) for r in run(form, arguments)] == [(0, 256)]
+
+
+def test_last_expert_beyond_two_to_the_32_bytes() -> None:
+    """Only the last of 512 experts is hit; the scales of all others are NaN."""
+    import cupy
+
+    sizes = Fp4Sizes(9, hidden=4096, inter=2048, experts=1, top_k=1)
+    one = on_library(fp4_layer("bf16", "whole", sizes, xp=cupy), "cupy")
+    expected = output_of("whole", one)
+    experts, many = 512, dict(one)
+    for name in ("gemm1_weights", "gemm2_weights"):
+        weights = cupy.zeros((experts, *one[name].shape[1:]), np.uint8)
+        weights[-1] = one[name][0]
+        scales = cupy.full((experts, *one[f"{name}_scale"].shape[1:]), 0xFF, np.uint8)
+        scales[-1] = one[f"{name}_scale"][0]
+        many |= {name: weights, f"{name}_scale": scales}
+    assert many["gemm1_weights"].nbytes == 2**32
+    for name in [n for n in one if n.endswith("_scalar")]:
+        many[name] = cupy.ones(experts, np.float32)
+    many |= {"topk_ids": one["topk_ids"] + experts - 1, "num_experts": experts}
+    many["local_num_experts"] = experts
+    assert_bit_equal(output_of("whole", many), expected)

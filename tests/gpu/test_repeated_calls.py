@@ -32,6 +32,7 @@ from tests.gpu.support import (
     small_arguments,
     synchronize,
 )
+from tests.gpu.test_fp8_handle import assert_same
 
 pytestmark = pytest.mark.gpu
 
@@ -96,6 +97,20 @@ def test_allocated_results_are_never_mixed_up(library: str) -> None:
         if len(held) > 3:
             index, output = held.pop(0)
             assert_bit_equal(output, expected[index], f"call {index}")
+
+
+@pytest.mark.parametrize("dtype", ["packed", "float32"])
+@each_library
+def test_rows_that_are_handed_out(library: str, dtype: str) -> None:
+    calls = [small_arguments(SHAPE[0], seed=seed, dtype=dtype) for seed in range(3)]
+    arguments = [move_arguments(call, library) | {"do_finalize": False} for call in calls]
+    expected = [host_copies(routed_moe(**call)) for call in arguments]
+    held: list[tuple[int, Any]] = []
+    for step in np.random.default_rng(0).integers(0, 3, 90):
+        held.append((step, routed_moe(**arguments[step])))
+        if len(held) > 3:
+            index, results = held.pop(0)
+            assert_same(results, expected[index], f"call {index}")
 
 
 @each_library

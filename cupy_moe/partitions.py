@@ -121,6 +121,13 @@ class MoePartitionResources:
         for handle in self.handles:
             self._forked.block(handle)
 
+    def exchange(self) -> None:
+        """Let each stream wait for what the other has been given so far."""
+        for handle, done in zip(self.handles, self._done, strict=True):
+            done.record(handle)
+        for handle, done in zip(self.handles, reversed(self._done), strict=True):
+            done.block(handle)
+
     def join_into(self, stream: int) -> None:
         """Join into the handle of a stream on the device."""
         for handle, done in zip(self.handles, self._done, strict=True):
