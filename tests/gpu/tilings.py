@@ -34,4 +34,3 @@ def take_tiles(monkeypatch: pytest.MonkeyPatch, takes_tiles: bool) -> None:
     monkeypatch.setattr(plan_module, "takes_tiles", lambda *p: takes_tiles and not p[1].sort_slots)
     for cached in (plan_module.plan_moe, pipeline.plan_for, pipeline.bind_stages):
         cached.cache_clear()
-    pipeline.bind_partitioned_stages.cache_clear()
