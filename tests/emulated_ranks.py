@@ -108,8 +108,8 @@ class _OneStream:
     def __init__(self, operation: str, device: int) -> None:
         pass
 
-    def before(self, stream: int) -> bool:
-        return False
+    def before(self, stream: int) -> int | None:
+        return stream
 
     def after(self, stream: int) -> None:
         pass
@@ -172,14 +172,14 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     def bind(spec: KernelSpec, params: Any, **launch: Any) -> Any:
         config = dict(spec.config)
-        struct = ctypes.c_uint64.from_address(params.address).value
         library = _library(config["scheme"], config["num_ranks"], folder)
-        return library, ctypes.string_at(struct, PARAMS.size), launch
+        return library, params, launch
 
     def enqueue(bound: Sequence[Any]) -> None:
         for library, params, launch in bound:
             shape = launch["grid"][0], launch["block"], launch["cluster"], launch["smem"]
-            library.launch(params, *shape)
+            struct = ctypes.c_uint64.from_address(params.address).value
+            library.launch(ctypes.string_at(struct, PARAMS.size), *shape)
 
     def load(spec: KernelSpec, device: int) -> KernelSpec:
         return spec
@@ -193,7 +193,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(workspace, "HostPage", _Page)
     monkeypatch.setattr(workspace, "StreamOrder", _OneStream)
     monkeypatch.setattr(workspace, "import_cupy", lambda: _Cuda)
-    monkeypatch.setattr(workspace, "enqueue", enqueue)
+    monkeypatch.setattr(launches, "enqueue", enqueue)
     monkeypatch.setattr(launches, "bind", bind)
     monkeypatch.setattr(launches, "load", load)
     monkeypatch.setattr(launches, "compute_capability", lambda device: (9, 0))

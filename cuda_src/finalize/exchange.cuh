@@ -11,10 +11,12 @@ namespace cupy_moe {
 
 struct Params {
   const u16* gemm2;        // [num_rows, row_stride] bf16, the first hidden_size columns are read
-  const i32* index;        // [num_tokens, top_k] row of a slot; outside [0, num_rows): zeros
   const void* weights;     // [num_tokens, top_k] bf16 or f32
+  const i32* index;        // [num_tokens, top_k] row of a slot; outside [0, num_rows): zeros
   const u16* norm_weight;  // [hidden_size] bf16
   u16* output;             // [num_tokens, hidden_size] bf16
+  i32 call;
+  i32 rank;
   u8* own;                 // receive buffers of this rank
   u8* peer0;               // and of the others in order of rank, as this one sees them
   u8* peer1;
@@ -36,8 +38,6 @@ struct Params {
   i32 num_tokens;
   i32 hidden_size;
   i32 top_k;
-  i32 rank;
-  i32 call;
   i32 phases;     // Phase bits
   i32 is_polite;  // whether waits leave the memory to the stores
   i32 weights_are_f32;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntFlag
+from struct import Struct
 from typing import TYPE_CHECKING
 
 from cupy_moe.runtime.jit import KernelSpec
@@ -19,6 +20,7 @@ __all__ = [
     "MAX_WARPS",
     "PARAMS",
     "RANKS",
+    "VARYING_PARAMS",
     "ClusterShape",
     "FinalizeRmsnormConfig",
     "FinalizeScheme",
@@ -58,11 +60,13 @@ class Phases(IntFlag):
 
 
 PARAMS = ParamLayout(
-    ("gemm2", "ptr"),
-    ("index", "ptr"),
+    ("gemm2", "ptr"),  # these six differ from call to call, see `VARYING_PARAMS`
     ("weights", "ptr"),
+    ("index", "ptr"),
     ("norm_weight", "ptr"),
     ("output", "ptr"),
+    ("call", "i32"),
+    ("rank", "i32"),
     ("own", "ptr"),
     *((f"peer{number}", "ptr") for number in range(MAX_PEERS)),
     ("generations", "ptr"),
@@ -78,8 +82,6 @@ PARAMS = ParamLayout(
     ("num_tokens", "i32"),
     ("hidden_size", "i32"),
     ("top_k", "i32"),
-    ("rank", "i32"),
-    ("call", "i32"),
     ("phases", "i32"),
     ("is_polite", "i32"),
     ("weights_are_f32", "i32"),
@@ -88,6 +90,9 @@ PARAMS = ParamLayout(
     ("gain_center", "f32"),
     ("is_shared", "i32"),
 )
+
+VARYING_PARAMS = Struct("=5Qi")
+"""Lays out the first fields of `PARAMS`: five arrays and the number of the call."""
 
 
 @dataclass(frozen=True)
