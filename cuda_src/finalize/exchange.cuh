@@ -17,8 +17,8 @@ struct Params {
   u16* output;             // [num_tokens, hidden_size] bf16
   i32 call;
   i32 rank;
-  u8* own;                 // receive buffers of this rank
-  u8* peer0;               // and of the others in order of rank, as this one sees them
+  u8* own;    // receive buffers of this rank
+  u8* peer0;  // and of the others in order of rank, as this one sees them
   u8* peer1;
   u8* peer2;
   u8* peer3;
