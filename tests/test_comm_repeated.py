@@ -295,7 +295,7 @@ def test_more_ranks_on_the_device() -> None:
             leave_device(0)
         call(arrays)
     alone, shared = bound.call_args_list
-    assert alone.kwargs["grid"] > shared.kwargs["grid"]
+    assert (alone.kwargs["pdl"], shared.kwargs["pdl"]) == (True, False)
 
 
 # --- what went wrong ------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from cupy_moe.kernels.finalize_rmsnorm import (
     Phases,
     choose_shape,
     possible_shapes,
+    schemes_of,
 )
 from cupy_moe.runtime.devices import compute_capability, max_shared_memory, sm_count
 from cupy_moe.runtime.jit import load
@@ -170,10 +171,12 @@ class Launcher:
                 f"hidden size {layout.hidden_size} with top_k {layout.top_k} needs thread block "
                 f"clusters or shared memory that cuda:{device} does not have"
             )
-        one_rank = (FinalizeScheme.EveryRank,)
         self._functions = {
-            scheme: load(FinalizeRmsnormConfig(scheme, layout.num_ranks).spec(), device)
-            for scheme in (one_rank if layout.num_ranks == 1 else FinalizeScheme)
+            (scheme, groups): load(
+                FinalizeRmsnormConfig(scheme, layout.num_ranks, groups).spec(), device
+            )
+            for scheme in schemes_of(layout.num_ranks)
+            for groups in {shape.num_groups for shape in self._shapes.values()}
         }
         self._num_elsewhere = 0
         self._plans: dict[tuple[FinalizeScheme, int, int, int], _Plan] = {}
@@ -220,11 +223,12 @@ class Launcher:
             call.options.weight_before_norm,
             call.options.eps,
             call.options.gain_center,
+            1.0 / layout.hidden_size,
             is_shared,
         )
         shape, slots = plan.shape, first * layout.top_k
         bound = bind(
-            self._functions[call.scheme],
+            self._functions[call.scheme, shape.num_groups],
             params,
             grid=(plan.num_clusters * shape.num_blocks, 1, 1),
             block=shape.num_threads,
@@ -261,7 +265,10 @@ class Launcher:
         shapes = self._shapes if is_whole else {smallest: self._shapes[smallest]}
         shape = choose_shape(shapes, num_tokens, granted)
         resident = resident_clusters(
-            self._functions[scheme], shape.num_blocks, shape.num_threads, shape.smem
+            self._functions[scheme, shape.num_groups],
+            shape.num_blocks,
+            shape.num_threads,
+            shape.smem,
         )
         if is_shared:
             resident //= 2  # other ranks' blocks need not leave the room where it is needed

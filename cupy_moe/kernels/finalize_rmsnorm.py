@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "MAX_GROUPS",
     "MAX_HIDDEN_SIZE",
     "MAX_PEERS",
     "MAX_TOP_K",
@@ -28,6 +29,7 @@ __all__ = [
     "all_finalize_rmsnorm_configs",
     "choose_shape",
     "possible_shapes",
+    "schemes_of",
 ]
 
 RANKS = (1, 2, 4, 8)
@@ -39,7 +41,9 @@ COLUMNS_PER_WARP = 256
 MAX_WARPS = MAX_HIDDEN_SIZE // COLUMNS_PER_WARP
 MAX_THREADS = 512
 VECTOR_BYTES = 16  # eight columns
-STATIC_SMEM = 2 * MAX_WARPS * MAX_TOP_K * 4
+STATIC_SMEM = 2 * MAX_WARPS * MAX_TOP_K * 4 + 16
+GROUPS = (1, 2, 4, 8)
+MAX_GROUPS = max(GROUPS)
 
 
 class FinalizeScheme(Enum):
@@ -88,6 +92,7 @@ PARAMS = ParamLayout(
     ("weight_before_norm", "i32"),
     ("eps", "f32"),
     ("gain_center", "f32"),
+    ("per_column", "f32"),
     ("is_shared", "i32"),
 )
 
@@ -101,7 +106,11 @@ class FinalizeRmsnormConfig:
 
     scheme: FinalizeScheme
     num_ranks: int
+    num_groups: int = 1  # warps that share the slots of a token
     num_threads: int = MAX_THREADS  # of a block, at most
+    min_blocks: int = 1  # of a multiprocessor
+    async_sums: bool = True
+    early_rearm: bool = True
 
     def spec(self) -> KernelSpec:
         """Return the translation unit of this specialization."""
@@ -111,36 +120,64 @@ class FinalizeRmsnormConfig:
 def all_finalize_rmsnorm_configs() -> list[FinalizeRmsnormConfig]:
     """Every specialization a workspace can ask for; a single rank has nothing to send."""
     return [
-        FinalizeRmsnormConfig(scheme, num_ranks)
+        FinalizeRmsnormConfig(scheme, num_ranks, num_groups)
         for num_ranks in RANKS
-        for scheme in ([FinalizeScheme.EveryRank] if num_ranks == 1 else FinalizeScheme)
+        for scheme in schemes_of(num_ranks)
+        for num_groups in GROUPS
     ]
+
+
+def schemes_of(num_ranks: int) -> tuple[FinalizeScheme, ...]:
+    """Schemes that so many ranks can use; a single one has nothing to send."""
+    return (FinalizeScheme.EveryRank,) if num_ranks == 1 else tuple(FinalizeScheme)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """Blocks that share one token, their threads, and their dynamic shared memory in bytes."""
+    """Blocks that share one token.
+
+    Attributes
+    ----------
+    num_blocks : int
+    num_threads : int
+        Of a block.
+    num_groups : int
+        Warps that share 256 columns, each with some of the slots.
+    smem : int
+        Dynamic shared memory of a block, in bytes.
+    """
 
     num_blocks: int
     num_threads: int
+    num_groups: int
     smem: int
 
 
 def possible_shapes(
     hidden_size: int, top_k: int, max_shared_memory: int, has_clusters: bool
 ) -> dict[int, ClusterShape]:
-    """Clusters that hold a row of ``hidden_size``, eight columns a thread, by number of blocks.
+    """Clusters that hold a row of ``hidden_size``, by number of blocks.
 
-    A thread keeps its columns of ``top_k`` reduced rows in shared memory. ``max_shared_memory`` is
-    what a block can have, in bytes.
+    Threads that the columns leave take slots. ``top_k`` reduced rows lie in shared memory, those of
+    two tokens where several warps read them; ``max_shared_memory`` is what a block can have, in
+    bytes.
     """
     num_warps = -(-hidden_size // COLUMNS_PER_WARP)
+    most = max_shared_memory - STATIC_SMEM
     shapes = {}
     for num_blocks in (1, 2, 4, MAX_CLUSTER) if has_clusters else (1,):
-        threads = 32 * -(-num_warps // num_blocks)
-        smem = top_k * threads * VECTOR_BYTES
-        if threads <= MAX_THREADS and smem <= max_shared_memory - STATIC_SMEM:
-            shapes[num_blocks] = ClusterShape(num_blocks, threads, smem)
+        if num_blocks > num_warps:
+            break
+        of_columns = 32 * -(-num_warps // num_blocks)
+        rows = top_k * of_columns * VECTOR_BYTES
+        groups = MAX_GROUPS
+        while groups > 1 and (
+            groups > top_k or of_columns * groups > MAX_THREADS or 2 * rows > most
+        ):
+            groups //= 2
+        smem = rows if groups == 1 else 2 * rows
+        if of_columns <= MAX_THREADS and smem <= most:
+            shapes[num_blocks] = ClusterShape(num_blocks, of_columns * groups, groups, smem)
     return shapes
 
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace cupy_moe::ptx {
 
@@ -16,9 +17,18 @@ inline u32 mapa_shared_cluster(const void* own, u32 rank) {
   return static_cast<u32>(offset) | rank << 26;
 }
 
-inline void st_shared_cluster(u32 address, float value) {
+inline char* shared_of(u32 address) {
   char* shared = emulator::cluster->blocks[address >> 26]->shared.data();
-  std::memcpy(shared + (address & ((1u << 26) - 1)), &value, sizeof value);
+  return shared + (address & ((1u << 26) - 1));
 }
+inline void st_shared_cluster(u32 address, float value) {
+  std::memcpy(shared_of(address), &value, sizeof value);
+}
+inline void st_async_shared_cluster(u32 address, float value, u32 mbarrier) {
+  st_shared_cluster(address, value);
+  change_barrier(reinterpret_cast<u64*>(shared_of(mbarrier)), 0, -i32{sizeof value});
+}
+inline i32 nclusterid() { return static_cast<i32>(gridDim.x) / cluster_nctarank(); }
+inline i32 clusterid() { return static_cast<i32>(blockIdx.x) / cluster_nctarank(); }
 
 }  // namespace cupy_moe::ptx
