@@ -91,7 +91,7 @@ struct Exchange : Results {
       if (kNumPeers > 0 && sends_in_reduce()) {
         send_rows(rows, first, part.end, token, copies.used, 0, kNumPeers);
       }
-      if (Config::kEarlyRearm && copies.spent >= 0 && in_row) {
+      if (copies.spent >= 0 && in_row) {
         rearm_rows(first, min(first + kSlotsInFlight, part.end), token, copies.spent);
       }
       if (kNumPeers > 0) {
@@ -121,9 +121,6 @@ struct Exchange : Results {
       } else {
         finish(narrow(total), token, copies.used);
       }
-    }
-    if (!Config::kEarlyRearm && copies.spent >= 0 && in_row) {
-      rearm_rows(part.begin, part.end, token, copies.spent);
     }
   }
 
@@ -252,7 +249,7 @@ __device__ void enter(const Params& p, RowSums::Storage& sums) {
 
 namespace cupy_moe {
 
-extern "C" __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(Config::kNumThreads, 1)
     finalize_rmsnorm(const __grid_constant__ Params p) {
   extern __shared__ uint4 stash[];
   __shared__ finalize::RowSums::Storage sums;

@@ -120,7 +120,8 @@ def test_warps_that_share_columns_change_no_bit(
     case = make_case(num_ranks, 3, hidden_size=264, top_k=9, before=True)
     outputs = []
     for max_threads, num_clusters in ((32, 9), (64, 9), (128, 2), (256, 1), (512, 9)):
-        monkeypatch.setattr(finalize_rmsnorm, "MAX_THREADS", max_threads)
+        for limit in ("MAX_THREADS", "SHARING_THREADS"):
+            monkeypatch.setattr(finalize_rmsnorm, limit, max_threads)
         monkeypatch.setattr(launches, "resident_clusters", lambda *shape, n=num_clusters: n)
         monkeypatch.setattr(launches, "sm_count", lambda device, n=max_threads: n // 32)
         outputs.append(run_case(case, 2, limits=LIMITS[scheme]))

@@ -151,12 +151,8 @@ class RowSums {
       return;
     }
     for (i32 block = lane % kLanes; block < cluster_size_; block += kLanes) {
-      if (Config::kAsyncSums) {
-        ptx::st_async_shared_cluster(ptx::mapa_shared_cluster(to, block), own,
-                                     ptx::mapa_shared_cluster(&storage_.arrived[parity_], block));
-      } else {
-        ptx::st_shared_cluster(ptx::mapa_shared_cluster(to, block), own);
-      }
+      ptx::st_async_shared_cluster(ptx::mapa_shared_cluster(to, block), own,
+                                   ptx::mapa_shared_cluster(&storage_.arrived[parity_], block));
     }
   }
 
@@ -166,11 +162,6 @@ class RowSums {
   __device__ __forceinline__ void wait(i32 num_put, i32 lane) {
     if (cluster_size_ == 1) {
       __syncthreads();
-      return;
-    }
-    if (!Config::kAsyncSums) {
-      ptx::barrier_cluster_arrive();
-      ptx::barrier_cluster_wait();
       return;
     }
     // Every block has warps with the same pieces and slots, so each stands for its counterparts.

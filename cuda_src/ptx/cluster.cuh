@@ -57,16 +57,8 @@ __device__ __forceinline__ i32 ld_shared_cluster(u32 address) {
   return value;
 }
 
-__device__ __forceinline__ void st_shared_cluster(u32 address, float value) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-#else
-  __trap();
-#endif
-}
-
-// Likewise, and counts its four bytes at the barrier at `mbarrier` of the same block, behind which
-// they are visible.
+// Stores to another block and counts the four bytes at the barrier at `mbarrier` of that block,
+// behind which they are visible.
 __device__ __forceinline__ void st_async_shared_cluster(u32 address, float value, u32 mbarrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

@@ -40,6 +40,7 @@ MAX_CLUSTER = 8  # blocks; every device with clusters can have as many
 COLUMNS_PER_WARP = 256
 MAX_WARPS = MAX_HIDDEN_SIZE // COLUMNS_PER_WARP
 MAX_THREADS = 512
+SHARING_THREADS = 256  # a multiprocessor has the registers for two such blocks: the next launch's
 VECTOR_BYTES = 16  # eight columns
 STATIC_SMEM = 2 * MAX_WARPS * MAX_TOP_K * 4 + 16
 GROUPS = (1, 2, 4, 8)
@@ -108,9 +109,6 @@ class FinalizeRmsnormConfig:
     num_ranks: int
     num_groups: int = 1  # warps that share the slots of a token
     num_threads: int = MAX_THREADS  # of a block, at most
-    min_blocks: int = 1  # of a multiprocessor
-    async_sums: bool = True
-    early_rearm: bool = True
 
     def spec(self) -> KernelSpec:
         """Return the translation unit of this specialization."""
@@ -158,8 +156,8 @@ def possible_shapes(
 ) -> dict[int, ClusterShape]:
     """Clusters that hold a row of ``hidden_size``, by number of blocks.
 
-    Threads that the columns leave take slots. ``top_k`` reduced rows lie in shared memory, those of
-    two tokens where several warps read them; ``max_shared_memory`` is what a block can have, in
+    Warps that the columns leave idle take slots. ``top_k`` reduced rows lie in shared memory, those
+    of two tokens where several warps read them; ``max_shared_memory`` is what a block can have, in
     bytes.
     """
     num_warps = -(-hidden_size // COLUMNS_PER_WARP)
@@ -172,7 +170,7 @@ def possible_shapes(
         rows = top_k * of_columns * VECTOR_BYTES
         groups = MAX_GROUPS
         while groups > 1 and (
-            groups > top_k or of_columns * groups > MAX_THREADS or 2 * rows > most
+            groups > top_k or of_columns * groups > SHARING_THREADS or 2 * rows > most
         ):
             groups //= 2
         smem = rows if groups == 1 else 2 * rows

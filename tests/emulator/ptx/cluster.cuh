@@ -5,7 +5,6 @@
 
 namespace cupy_moe::ptx {
 
-inline void barrier_cluster_arrive() {}
 inline void barrier_cluster_arrive_relaxed() {}
 inline void barrier_cluster_wait() { emulator::cluster->barrier.arrive_and_wait(); }
 inline i32 cluster_nctarank() { return static_cast<i32>(emulator::cluster->blocks.size()); }
@@ -21,11 +20,8 @@ inline char* shared_of(u32 address) {
   char* shared = emulator::cluster->blocks[address >> 26]->shared.data();
   return shared + (address & ((1u << 26) - 1));
 }
-inline void st_shared_cluster(u32 address, float value) {
-  std::memcpy(shared_of(address), &value, sizeof value);
-}
 inline void st_async_shared_cluster(u32 address, float value, u32 mbarrier) {
-  st_shared_cluster(address, value);
+  std::memcpy(shared_of(address), &value, sizeof value);
   change_barrier(reinterpret_cast<u64*>(shared_of(mbarrier)), 0, -i32{sizeof value});
 }
 inline i32 nclusterid() { return static_cast<i32>(gridDim.x) / cluster_nctarank(); }
