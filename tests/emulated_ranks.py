@@ -24,7 +24,8 @@ import pytest
 
 from cupy_moe.comm import launches, residents, transport, workspace
 from cupy_moe.comm.groups import Group, ThreadGroup
-from cupy_moe.kernels.finalize_rmsnorm import PARAMS, FinalizeRmsnormConfig, FinalizeScheme
+from cupy_moe.kernels import finalize_rmsnorm
+from cupy_moe.kernels.finalize_rmsnorm import PARAMS, FinalizeRmsnormConfig
 from cupy_moe.runtime.jit import KernelSpec, render_unit, source_dir
 from cupy_moe.runtime.peer_memory import MemoryOffer
 
@@ -36,13 +37,13 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 _building = threading.Lock()
 
 
-def _library(scheme: FinalizeScheme, num_ranks: int, folder: Path) -> ctypes.CDLL:
+def _library(config: FinalizeRmsnormConfig, folder: Path) -> ctypes.CDLL:
     with _building:
-        return _build(scheme, num_ranks, folder)
+        return _build(config, folder)
 
 
 @cache
-def _build(scheme: FinalizeScheme, num_ranks: int, folder: Path) -> ctypes.CDLL:
+def _build(config: FinalizeRmsnormConfig, folder: Path) -> ctypes.CDLL:
     sources = folder / "src"
     if not sources.exists():
         shutil.copytree(source_dir(), sources)
@@ -50,8 +51,8 @@ def _build(scheme: FinalizeScheme, num_ranks: int, folder: Path) -> ctypes.CDLL:
         kernel = sources / "finalize_rmsnorm.cu"
         body, _, _ = kernel.read_text().partition('namespace cupy_moe {\n\nextern "C"')
         kernel.write_text(body)
-    name = f"{scheme.name}{num_ranks}"
-    unit = render_unit(FinalizeRmsnormConfig(scheme, num_ranks).spec())
+    name = f"{config.scheme.name}{config.num_ranks}x{config.num_groups}"
+    unit = render_unit(config.spec())
     source, binary = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text(f'#include "device.h"\n{unit}\n#include "finalize_rmsnorm.h"\n')
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
@@ -61,9 +62,9 @@ def _build(scheme: FinalizeScheme, num_ranks: int, folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(binary))
 
 
-def early_successors(scheme: FinalizeScheme, num_ranks: int, folder: Path) -> int:
+def early_successors(config: FinalizeRmsnormConfig, folder: Path) -> int:
     """Threads that have let the next grid start since the last time."""
-    return int(_library(scheme, num_ranks, folder).num_early_successors())
+    return int(_library(config, folder).num_early_successors())
 
 
 class _Memory:
@@ -108,8 +109,8 @@ class _OneStream:
     def __init__(self, operation: str, device: int) -> None:
         pass
 
-    def before(self, stream: int) -> bool:
-        return False
+    def before(self, stream: int) -> int | None:
+        return stream
 
     def after(self, stream: int) -> None:
         pass
@@ -171,15 +172,14 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let workspaces of this process run on the emulator; built in ``folder``."""
 
     def bind(spec: KernelSpec, params: Any, **launch: Any) -> Any:
-        config = dict(spec.config)
-        struct = ctypes.c_uint64.from_address(params.address).value
-        library = _library(config["scheme"], config["num_ranks"], folder)
-        return library, ctypes.string_at(struct, PARAMS.size), launch
+        library = _library(FinalizeRmsnormConfig(**dict(spec.config)), folder)
+        return library, params, launch
 
     def enqueue(bound: Sequence[Any]) -> None:
         for library, params, launch in bound:
             shape = launch["grid"][0], launch["block"], launch["cluster"], launch["smem"]
-            library.launch(params, *shape)
+            struct = ctypes.c_uint64.from_address(params.address).value
+            library.launch(ctypes.string_at(struct, PARAMS.size), *shape)
 
     def load(spec: KernelSpec, device: int) -> KernelSpec:
         return spec
@@ -193,7 +193,9 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(workspace, "HostPage", _Page)
     monkeypatch.setattr(workspace, "StreamOrder", _OneStream)
     monkeypatch.setattr(workspace, "import_cupy", lambda: _Cuda)
-    monkeypatch.setattr(workspace, "enqueue", enqueue)
+    monkeypatch.setattr(launches, "enqueue", enqueue)
+    for limit in ("MAX_THREADS", "SHARING_THREADS"):
+        monkeypatch.setattr(finalize_rmsnorm, limit, 128)  # a thread of the host each
     monkeypatch.setattr(launches, "bind", bind)
     monkeypatch.setattr(launches, "load", load)
     monkeypatch.setattr(launches, "compute_capability", lambda device: (9, 0))

@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console
 
 from cupy_moe.bench.finalize_ranks import FinalizeRow, floor_us, sent_bytes
-from cupy_moe.cli.bench_finalize import finalize_table
+from cupy_moe.bench.finalize_schemes import switch_points
+from cupy_moe.cli.bench_finalize import finalize_table, switch_lines
+from cupy_moe.comm.layout import SchemeLimits
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
 
 
@@ -29,9 +31,45 @@ def test_floor_has_a_way_for_every_hop() -> None:
 
 
 def test_table_names_what_failed() -> None:
-    row = FinalizeRow(16, "TokenOwner", 3.0, {"cupy_moe": 8.0, "two-shot": 10.0}, 20.0)
+    row = FinalizeRow(2, 16, "TokenOwner", 3.0, {"cupy_moe": 8.0, "two-shot": 10.0}, 20.0)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(finalize_table([row]))
     text = console.export_text()
     assert "10.0 (1.25x)" in text
     assert text.count("failed") == 2
+    assert "EveryRank" not in text
+
+
+def times(every: float | None, expert: float | None, token: float) -> dict[str, float]:
+    named = {"EveryRank": every, "ExpertOwner": expert, "TokenOwner": token}
+    return {name: us for name, us in named.items() if us is not None}
+
+
+@pytest.mark.parametrize(
+    ("found", "limits"),
+    [
+        ({1: times(5, 6, 7), 4: times(8, 7, 9), 16: times(20, 13, 12)}, SchemeLimits(1, 4)),
+        ({1: times(5, 6, 7), 4: times(8, 9, 9), 16: times(20, 13, 12)}, SchemeLimits(4, 0)),
+        ({1: times(7, 6, 5), 4: times(9, 9, 8)}, SchemeLimits(0, 0)),
+        # An outlier costs less than to lose on both sides of it.
+        ({1: times(5, 9, 9), 2: times(5.1, 9, 5), 4: times(6, 9, 9)}, SchemeLimits(4, 0)),
+        ({1: times(5, 6, 7), 99: times(None, 9, 8), 999: times(None, None, 9)}, SchemeLimits(1, 0)),
+    ],
+)
+def test_switch_points(found: dict[int, dict[str, float]], limits: SchemeLimits) -> None:
+    assert switch_points(found, 4) == limits
+
+
+def test_table_of_schemes() -> None:
+    rows = [
+        FinalizeRow(4, 1, "EveryRank", 1.0, {"cupy_moe": 5.0}, by_scheme=times(5.25, 6.25, 7.25)),
+        FinalizeRow(4, 64, "TokenOwner", 9.0, {"cupy_moe": 12.0}, by_scheme=times(None, 14, 12)),
+        FinalizeRow(2, 1, "EveryRank", 1.0, {"cupy_moe": 5.0}),
+    ]
+    console = Console(width=240, record=True, file=io.StringIO())
+    console.print(finalize_table(rows))
+    text = console.export_text()
+    assert "7.2" in text
+    assert "ExpertOwner" in text
+    (line,) = switch_lines(rows)
+    assert line.startswith("4 ranks: EveryRank up to 1 tokens, then ExpertOwner up to 0, then")

@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_moe.comm import Group, NormOptions
+from cupy_moe.comm import Group, NormOptions, launches
 from cupy_moe.comm.layout import SchemeLimits, choose_scheme
-from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
+from cupy_moe.kernels import finalize_rmsnorm
+from cupy_moe.kernels.finalize_rmsnorm import FinalizeRmsnormConfig, FinalizeScheme
 from tests import emulated_ranks
 from tests.emulated_calls import LIMITS, SCHEMES, call, open_workspace
 from tests.emulated_ranks import early_successors, emulate, run_ranks
@@ -90,8 +91,6 @@ def test_more_tokens_than_a_launch_has() -> None:
 
 
 def test_more_tokens_than_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupy_moe.comm import launches
-
     monkeypatch.setattr(launches, "resident_clusters", lambda *shape: 3)
     for num_ranks in (2, 4):
         case = make_case(num_ranks, 17, hidden_size=64, top_k=3)
@@ -110,6 +109,24 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
     )
     first = run_case(alone, 1, limits=LIMITS[FinalizeScheme.TokenOwner])
     np.testing.assert_array_equal(first[0], whole[0])  # other cluster sizes, the same bits
+
+
+@SCHEMES
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_warps_that_share_columns_change_no_bit(
+    scheme: FinalizeScheme, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots on one to eight warps, in blocks alone and in clusters, token after token."""
+    case = make_case(num_ranks, 3, hidden_size=264, top_k=9, before=True)
+    outputs = []
+    for max_threads, num_clusters in ((32, 9), (64, 9), (128, 2), (256, 1), (512, 9)):
+        for limit in ("MAX_THREADS", "SHARING_THREADS"):
+            monkeypatch.setattr(finalize_rmsnorm, limit, max_threads)
+        monkeypatch.setattr(launches, "resident_clusters", lambda *shape, n=num_clusters: n)
+        monkeypatch.setattr(launches, "sm_count", lambda device, n=max_threads: n // 32)
+        outputs.append(run_case(case, 2, limits=LIMITS[scheme]))
+    case.check(outputs[0])
+    assert_all_equal(outputs)
 
 
 # --- words that look like the sentinel ------------------------------------------------------------
@@ -211,7 +228,7 @@ def test_counters_do_not_overflow(scheme: FinalizeScheme) -> None:
             group.barrier()
             for _ in range(9):
                 case.check(call(workspace, case))
-            return int(memory.reshape(-1, 64)[:3, 0].max())
+            return int(memory.reshape(-1, 64, 8)[:3, 0].max())
 
     assert max(run_ranks(2, work)) < 3
 
@@ -222,7 +239,8 @@ def test_counters_do_not_overflow(scheme: FinalizeScheme) -> None:
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_successors_start_early_on_a_device_of_one_rank_only(is_shared: bool, built: Path) -> None:
     case = make_case(2, 1, hidden_size=64)
-    early_successors(FinalizeScheme.EveryRank, 2, built)
+    config = FinalizeRmsnormConfig(FinalizeScheme.EveryRank, 2, num_groups=4)
+    early_successors(config, built)
 
     def work(group: Group) -> None:
         device = 0 if is_shared else group.rank
@@ -230,4 +248,4 @@ def test_successors_start_early_on_a_device_of_one_rank_only(is_shared: bool, bu
             call(workspace, case)
 
     run_ranks(2, work)
-    assert bool(early_successors(FinalizeScheme.EveryRank, 2, built)) is not is_shared
+    assert bool(early_successors(config, built)) is not is_shared

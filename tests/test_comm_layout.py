@@ -14,11 +14,13 @@ from cupy_moe.comm.layout import (
     default_limits,
 )
 from cupy_moe.kernels.finalize_rmsnorm import (
+    MAX_GROUPS,
     MAX_HIDDEN_SIZE,
     MAX_THREADS,
     MAX_TOP_K,
     MAX_WARPS,
     RANKS,
+    SHARING_THREADS,
     STATIC_SMEM,
     FinalizeScheme,
     choose_shape,
@@ -73,7 +75,7 @@ def test_every_address_of_the_kernel_lies_in_its_buffer(layout: WorkspaceLayout)
         )
         end = b.results_offset + (last_result + 1) * b.result_bytes
         assert not b.results_slots or end <= b.generations_offset
-        assert b.generations_offset + 4 * MAX_WARPS * b.capacity <= b.end
+        assert b.generations_offset + 4 * MAX_WARPS * MAX_GROUPS * b.capacity <= b.end
         assert b.rows_offset % 256 == b.results_offset % 256 == b.generations_offset % 256 == 0
 
 
@@ -101,9 +103,11 @@ def test_shapes_hold_a_row(hidden_size: int, top_k: int) -> None:
     shapes = possible_shapes(hidden_size, top_k, SMEM, True)
     assert shapes
     for num_blocks, shape in shapes.items():
-        assert num_blocks * shape.num_threads * 8 >= hidden_size
-        assert num_blocks * shape.num_threads // 32 <= MAX_WARPS
+        of_columns = num_blocks * shape.num_threads // shape.num_groups
+        assert of_columns * 8 >= hidden_size
+        assert of_columns // 32 <= MAX_WARPS
         assert shape.num_threads <= MAX_THREADS
+        assert shape.num_groups <= max(1, top_k)
         assert shape.smem + STATIC_SMEM <= SMEM
 
 
@@ -117,3 +121,11 @@ def test_largest_row_needs_clusters() -> None:
 def test_tokens_are_spread_over_the_multiprocessors(tokens: int, blocks: int) -> None:
     shapes = possible_shapes(4096, 8, SMEM, True)
     assert choose_shape(shapes, tokens, 132).num_blocks == blocks
+
+
+@pytest.mark.parametrize(("tokens", "groups"), [(1, 4), (16, 4), (17, 2), (64, 1), (133, 1)])
+def test_slots_take_the_warps_that_columns_leave(tokens: int, groups: int) -> None:
+    shape = choose_shape(possible_shapes(4096, 8, SMEM, True), tokens, 132)
+    assert shape.num_groups == groups
+    assert shape.num_threads == max(SHARING_THREADS, 512 // shape.num_blocks)
+    assert shape.smem == (2 if groups > 1 else 1) * 8 * 4096 * 2 // shape.num_blocks

@@ -94,9 +94,9 @@ def test_tensors_of_torch() -> None:
     case.check(out.view(torch.int16).numpy().view(np.uint16))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_a_layer_cut_along_its_intermediate_dimension(num_ranks: int) -> None:
-    whole = make_fp8_layer(hidden_size=256, intermediate_size=512, num_experts=4)
+    whole = make_fp8_layer(hidden_size=256, intermediate_size=1024, num_experts=4)
     hidden, topk = make_hidden_states(9, 256), make_topk(9, 2, 4)
 
     def unfinalized(layer: Fp8Layer) -> list[np.ndarray]:

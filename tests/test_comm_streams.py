@@ -35,16 +35,20 @@ def order(monkeypatch: pytest.MonkeyPatch) -> StreamOrder:
     captures.clear()
     identities.clear()
     monkeypatch.setattr(streams, "Event", Event)
-    monkeypatch.setattr(streams, "_capture_of", captures.get)
+    monkeypatch.setattr(streams, "stream_is_capturing", captures.__contains__)
+    monkeypatch.setattr(streams, "_capture_of", captures.__getitem__)
     monkeypatch.setattr(streams, "_identity_of", lambda stream: identities.get(stream, stream))
     return StreamOrder("op", 0)
 
 
 def call(order: StreamOrder, stream: int) -> bool:
-    is_captured = order.before(stream)
-    if not is_captured:
-        order.after(stream)
-    return is_captured
+    """Whether the call is captured."""
+    identity = order.before(stream)
+    if identity is None:
+        return True
+    assert identity == identities.get(stream, stream)
+    order.after(stream)
+    return False
 
 
 def waits() -> list[Any]:

@@ -206,7 +206,7 @@ def test_groups_on_one_device_divide_it(
 ) -> None:
     monkeypatch.setattr(launches, "bind", lambda *args, **launch: launch["grid"][0])
     num_blocks: list[int] = []
-    monkeypatch.setattr(workspace, "enqueue", num_blocks.extend)
+    monkeypatch.setattr(launches, "enqueue", num_blocks.extend)
     case = make_case(2, 64, hidden_size=64, top_k=2)
     pairs = [ThreadGroup(2), ThreadGroup(2)]
 
@@ -242,7 +242,7 @@ def test_a_call_that_fails_is_waited_for(
 
     monkeypatch.setattr(workspace, "StreamOrder", Order)
     monkeypatch.setattr(launches, "bind", lambda *args, **launch: None)
-    monkeypatch.setattr(workspace, "enqueue", refuse)
+    monkeypatch.setattr(launches, "enqueue", refuse)
     case = make_case(1, 3, hidden_size=64, top_k=2)
     with FinalizeWorkspace(SingleRank(), 0, **SIZES) as made:
         with pytest.raises(RuntimeError, match="refuses"):

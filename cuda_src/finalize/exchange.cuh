@@ -11,19 +11,21 @@ namespace cupy_moe {
 
 struct Params {
   const u16* gemm2;        // [num_rows, row_stride] bf16, the first hidden_size columns are read
-  const i32* index;        // [num_tokens, top_k] row of a slot; outside [0, num_rows): zeros
   const void* weights;     // [num_tokens, top_k] bf16 or f32
+  const i32* index;        // [num_tokens, top_k] row of a slot; outside [0, num_rows): zeros
   const u16* norm_weight;  // [hidden_size] bf16
   u16* output;             // [num_tokens, hidden_size] bf16
-  u8* own;                 // receive buffers of this rank
-  u8* peer0;               // and of the others in order of rank, as this one sees them
+  i32 call;
+  i32 rank;
+  u8* own;    // receive buffers of this rank
+  u8* peer0;  // and of the others in order of rank, as this one sees them
   u8* peer1;
   u8* peer2;
   u8* peer3;
   u8* peer4;
   u8* peer5;
   u8* peer6;
-  i32* generations;    // [slot, 64] of this scheme, modulo the copies of the buffers
+  i32* generations;    // [slot, 64, 8] of this scheme, modulo the copies of the buffers
   i32* failed;         // [1] whether a wait was ever given up
   i32* report;         // [8] in host memory, see give_up
   i64 rows_offset;     // bytes to [3, num_peers, rows_slots, reduced slots, hidden_size] bf16
@@ -36,15 +38,14 @@ struct Params {
   i32 num_tokens;
   i32 hidden_size;
   i32 top_k;
-  i32 rank;
-  i32 call;
   i32 phases;     // Phase bits
   i32 is_polite;  // whether waits leave the memory to the stores
   i32 weights_are_f32;
   i32 weight_before_norm;
   float eps;
   float gain_center;
-  i32 is_shared;  // whether other ranks run on this device
+  float per_column;  // 1 / hidden_size
+  i32 is_shared;     // whether other ranks run on this device
 };
 
 CUPY_MOE_CHECK_PARAMS(Params);
@@ -63,6 +64,11 @@ constexpr i32 kNumSenders = kByExpert ? kNumRanks : kNumPeers;  // of results to
 constexpr i32 kResultVectors = kByExpert ? 2 : 1;               // of a thread's eight columns
 constexpr u32 kRowSentinel = lamport::kBf16Sentinel;
 constexpr u32 kResultSentinel = kByExpert ? lamport::kF32Sentinel : lamport::kBf16Sentinel;
+
+// Warps that share the 256 columns of a piece, each with some of the slots.
+constexpr i32 kGroups = Config::kNumGroups;
+constexpr i32 kMaxGroups = 8;
+static_assert(kMaxGroups % kGroups == 0, "counters are divided among the groups");
 
 // Number of a sender among the peers of a receiver, and back.
 __device__ __forceinline__ i32 peer_number(i32 sender, i32 receiver) {
@@ -88,6 +94,15 @@ __device__ __forceinline__ i32 owner_of(i32 token) {
 struct SlotRange {
   i32 first;
   i32 count;
+};
+
+// Of so many slots those of one warp among kGroups: [begin, end).
+struct Part {
+  i32 begin;
+  i32 end;
+
+  __device__ Part(i32 count, i32 group)
+      : begin(group * count / kGroups), end((group + 1) * count / kGroups) {}
 };
 
 __device__ __forceinline__ SlotRange reduced_slots(const Params& p, i32 rank) {
@@ -127,9 +142,12 @@ __device__ __forceinline__ Copies copies_of(i32 generation) {
           (generation + lamport::kGenerations - 1) % lamport::kGenerations};
 }
 
-// A warp's count, modulo kGenerations, of the launches that had a token.
-__device__ __forceinline__ i32* generation_of(const Params& p, i32 token, i32 warp) {
-  return p.generations + static_cast<i64>(token) * kMaxWarps + warp;
+// Counts, modulo kGenerations, of the launches that had a token: a piece has kMaxGroups of them, of
+// equal values between launches, and each of its warps has its share.
+constexpr i32 kCountersPerWarp = kMaxGroups / kGroups;
+__device__ __forceinline__ i32* generations_of(const Params& p, i32 token, i32 piece, i32 group) {
+  const i64 first = static_cast<i64>(token) * kMaxWarps + piece;
+  return p.generations + first * kMaxGroups + group * kCountersPerWarp;
 }
 
 // The first thread to give up says who it waited for: words of `report`, the first one last.

@@ -14,20 +14,22 @@
 namespace cupy_moe::finalize {
 
 // Vectors in flight hide the latency of a load, and cost four registers each.
-constexpr i32 kSentInFlight = kNumRanks > 4 ? 4 : 8;
+constexpr i32 kSentInFlight = min(kNumRanks > 4 ? 4 : 8, kMaxGroups / kGroups);
 // Of a slot that is reduced there is one from every rank. NOTE: for sm_100 and later ptxas would
 // spill with eight slots of two ranks.
 #if __CUDA_ARCH__ >= 1000
 constexpr i32 kSlotsOfTwo = 4;
 #else
-constexpr i32 kSlotsOfTwo = kByExpert ? 4 : 8;
+constexpr i32 kSlotsOfTwo = 8;
 #endif
-constexpr i32 kSlotsInFlight = kNumRanks > 2 ? 8 / kNumRanks : kSlotsOfTwo;
+constexpr i32 kSlotsOfWarp = max(1, 8 / kGroups / (kByExpert ? kNumRanks : 1));  // of eight
+constexpr i32 kSlotsInFlight = min(kNumRanks > 2 ? 8 / kNumRanks : kSlotsOfTwo, kSlotsOfWarp);
 
-// A warp's 256 columns of one token after another.
+// A warp's 256 columns and its part of the slots, of one token after another.
 struct Piece {
   const Params& p;
-  i32 warp;    // along the row
+  i32 piece;   // along the row
+  i32 group;   // among the warps that share the piece
   i32 column;  // first of the thread's eight
   i32 lane;
   bool in_row;
@@ -38,29 +40,30 @@ struct Piece {
       : p(params), patience(params.timeout_ns, params.failed, kNumPeers > 0) {
     const i32 thread =
         ptx::cluster_ctarank() * static_cast<i32>(blockDim.x) + static_cast<i32>(threadIdx.x);
-    warp = thread / kWarpSize;
+    const i32 warp = thread / kWarpSize;
+    piece = warp / kGroups;
+    group = warp % kGroups;
     lane = thread % kWarpSize;
-    column = kColumns * thread;
+    column = kColumnsPerWarp * piece + kColumns * lane;
     in_row = column < p.hidden_size;
   }
 
+  // Of this thread's columns in a buffer.
   __device__ u8* own(i64 offset) const { return p.own + offset + column * sizeof(u16); }
-  __device__ u8* peers(i32 number, i64 offset) const {
-    return buffers_of_peer(p, number) + offset + column * sizeof(u16);
-  }
 
   __device__ i32 load_index(i32 token) const {
     return lane < p.top_k ? p.index[static_cast<i64>(token) * p.top_k + lane] : -1;
   }
 
-  // Slots [first, first + kCount) of a range. One without a row is zeros: nothing is read,
-  // so that nothing of it can be NaN.
+  // Slots [first, min(first + kCount, end)) of a range. One without a row is zeros: nothing is
+  // read, so that nothing of it can be NaN.
   template <i32 kCount>
-  __device__ void load_rows(uint4 (&rows)[kCount], i32 index, SlotRange slots, i32 first) const {
+  __device__ void load_rows(uint4 (&rows)[kCount], i32 index, SlotRange slots, i32 first,
+                            i32 end) const {
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) {
       const i32 row = __shfl_sync(kFullWarp, index, slots.first + first + i);
-      const bool is_valid = first + i < slots.count && row >= 0 && row < p.num_rows;
+      const bool is_valid = first + i < end && row >= 0 && row < p.num_rows;
       rows[i] = make_uint4(0, 0, 0, 0);
       if (in_row && is_valid) {
         rows[i] = __ldcs(reinterpret_cast<const uint4*>(p.gemm2 + row * p.row_stride + column));
@@ -71,7 +74,7 @@ struct Piece {
   __device__ void send(i32 token, i32 copy) const {
     const i32 index = load_index(token);
     if (kByExpert) {
-#pragma unroll
+#pragma unroll 1
       for (i32 peer = 0; peer < kNumPeers; ++peer) {
         send_slots(token, copy, index, reduced_slots(p, peer_rank(peer, p.rank)), peer, peer + 1);
       }
@@ -86,36 +89,40 @@ struct Piece {
   // To peers [begin, end).
   __device__ void send_slots(i32 token, i32 copy, i32 index, SlotRange slots, i32 begin,
                              i32 end) const {
+    const Part part(slots.count, group);
 #pragma unroll 1
-    for (i32 first = 0; first < slots.count; first += kSentInFlight) {
+    for (i32 first = part.begin; first < part.end; first += kSentInFlight) {
       uint4 rows[kSentInFlight];
-      load_rows(rows, index, slots, first);
-      send_rows(rows, first, slots.count, token, copy, begin, end);
+      load_rows(rows, index, slots, first, part.end);
+      send_rows(rows, first, part.end, token, copy, begin, end);
     }
   }
 
+  // Slots [first, min(first + kCount, last)).
   template <i32 kCount>
-  __device__ void send_rows(const uint4 (&rows)[kCount], i32 first, i32 count, i32 token, i32 copy,
+  __device__ void send_rows(const uint4 (&rows)[kCount], i32 first, i32 last, i32 token, i32 copy,
                             i32 begin, i32 end) const {
     if (!in_row || patience.gave_up()) return;
 #pragma unroll 1
     for (i32 peer = begin; peer < end; ++peer) {
       const i32 sender = peer_number(p.rank, peer_rank(peer, p.rank));
-      u8* const to = peers(peer, rows_at(p, copy, sender, token)) + row_bytes(first);
+      u8* const to = buffers_of_peer(p, peer) + rows_at(p, copy, sender, token) + row_bytes(first) +
+                     column * sizeof(u16);
 #pragma unroll
       for (i32 i = 0; i < kCount; ++i) {
-        if (first + i < count)
+        if (first + i < last)
           ptx::st_relaxed_sys_v4(to + row_bytes(i), lamport::scrubbed<kRowSentinel>(rows[i]));
       }
     }
   }
 
-  __device__ void rearm_rows(i32 count, i32 token, i32 copy) const {
+  // Slots [first, end).
+  __device__ void rearm_rows(i32 first, i32 end, i32 token, i32 copy) const {
 #pragma unroll 1
     for (i32 peer = 0; peer < kNumPeers; ++peer) {
       u8* const at = own(rows_at(p, copy, peer, token));
 #pragma unroll 4
-      for (i32 i = 0; i < count; ++i) {
+      for (i32 i = first; i < end; ++i) {
         *reinterpret_cast<uint4*>(at + row_bytes(i)) = lamport::armed<kRowSentinel>();
       }
     }
@@ -123,23 +130,13 @@ struct Piece {
 
   __device__ u32 row_bytes(i32 count) const { return count * p.hidden_size * u32{sizeof(u16)}; }
 
-  __device__ float load_weight(i32 token) const {
-    if (lane >= p.top_k) return 0.0f;
-    const i64 slot = static_cast<i64>(token) * p.top_k + lane;
+  // Lane l gets the weight of slot l / RowSums::lanes_per_slot() of a range.
+  __device__ float load_weight(i32 token, SlotRange slots) const {
+    const i32 number = lane / RowSums::lanes_per_slot(slots.count);
+    if (number >= slots.count) return 0.0f;
+    const i64 slot = static_cast<i64>(token) * p.top_k + slots.first + number;
     if (p.weights_are_f32) return static_cast<const float*>(p.weights)[slot];
     return formats::decode_bf16(static_cast<const u16*>(p.weights)[slot]);
-  }
-
-  __device__ uint4 load_norm_weight() const {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (in_row) v = *reinterpret_cast<const uint4*>(p.norm_weight + column);
-    return v;
-  }
-
-  __device__ void widen_gain(float (&gain)[kColumns], const uint4& norm_weight) const {
-    widen(gain, norm_weight);
-#pragma unroll
-    for (i32 i = 0; i < kColumns; ++i) gain[i] += p.gain_center;
   }
 };
 

@@ -6,6 +6,7 @@
 #include "formats/bf16.cuh"
 #include "ptx/bf16x2.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace cupy_moe::finalize {
 
@@ -14,13 +15,31 @@ constexpr i32 kColumnsPerWarp = kColumns * kWarpSize;  // 256
 constexpr i32 kMaxWarps = 64;                          // of a row of up to 16,384 columns
 constexpr i32 kMaxSlots = kWarpSize;                   // of a token: a lane has the index of each
 
-__device__ __forceinline__ void widen(float (&x)[kColumns], const uint4& v) {
-  const u32 words[4] = {v.x, v.y, v.z, v.w};
+// Pairs of BF16, or FP32, that one access moves.
+template <i32 kCount>
+struct alignas(4 * kCount) Words {
+  u32 at[kCount];
+};
+
+__device__ __forceinline__ Words<4> words_of(const uint4& v) {
+  return {v.x, v.y, v.z, v.w};
+}
+
+__device__ __forceinline__ uint4 vector_of(const Words<4>& words) {
+  return make_uint4(words.at[0], words.at[1], words.at[2], words.at[3]);
+}
+
+template <i32 kPairs>
+__device__ __forceinline__ void widen(float (&x)[2 * kPairs], const Words<kPairs>& words) {
 #pragma unroll
-  for (i32 i = 0; i < 4; ++i) {
-    x[2 * i] = formats::decode_bf16_low(words[i]);
-    x[2 * i + 1] = formats::decode_bf16_high(words[i]);
+  for (i32 i = 0; i < kPairs; ++i) {
+    x[2 * i] = formats::decode_bf16_low(words.at[i]);
+    x[2 * i + 1] = formats::decode_bf16_high(words.at[i]);
   }
+}
+
+__device__ __forceinline__ void widen(float (&x)[kColumns], const uint4& v) {
+  widen(x, words_of(v));
 }
 
 __device__ __forceinline__ void add(float (&sum)[kColumns], const uint4& v) {
@@ -42,26 +61,33 @@ __device__ __forceinline__ uint4 sum_of_two(const uint4& a, const uint4& b) {
                     sum_of_two(a.w, b.w));
 }
 
-__device__ __forceinline__ uint4 narrow(const float (&x)[kColumns]) {
-  return make_uint4(formats::encode_bf16x2(x[0], x[1]), formats::encode_bf16x2(x[2], x[3]),
-                    formats::encode_bf16x2(x[4], x[5]), formats::encode_bf16x2(x[6], x[7]));
+template <i32 kCount>
+__device__ __forceinline__ Words<kCount / 2> narrow(const float (&x)[kCount]) {
+  Words<kCount / 2> words;
+#pragma unroll
+  for (i32 i = 0; i < kCount / 2; ++i) {
+    words.at[i] = formats::encode_bf16x2(x[2 * i], x[2 * i + 1]);
+  }
+  return words;
 }
 
-// Sum of FP32 partial rows, two vectors each, in order; rounded once.
-template <i32 kCount>
-__device__ __forceinline__ uint4 add_partials(const uint4 (&v)[kCount]) {
-  float total[kColumns] = {};
+// Sum of FP32 partial rows, of so many vectors each, in order; rounded once.
+template <i32 kVectors, i32 kCount>
+__device__ __forceinline__ Words<2 * kVectors> add_partials(const uint4 (&v)[kCount]) {
+  float total[4 * kVectors] = {};
 #pragma unroll
   for (i32 i = 0; i < kCount; ++i) {
     const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-    for (i32 j = 0; j < 4; ++j) total[4 * (i % 2) + j] += __uint_as_float(words[j]);
+    for (i32 j = 0; j < 4; ++j) total[4 * (i % kVectors) + j] += __uint_as_float(words[j]);
   }
   return narrow(total);
 }
 
+constexpr u32 kBf16Nans = 0x7FC07FC0u;
+
 __device__ __forceinline__ uint4 bf16_nan() {
-  return make_uint4(0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u);
+  return make_uint4(kBf16Nans, kBf16Nans, kBf16Nans, kBf16Nans);
 }
 
 // Sums kCount values over the lanes of a warp: halves of the values are exchanged for halves of the
@@ -87,48 +113,78 @@ __device__ __forceinline__ float warp_sum_each(float (&x)[kCount], i32 lane) {
 }
 
 // Sums over rows whose 256-column pieces belong to the warps of a cluster, one for each slot of a
-// token. Every block gets the sums of all warps and adds them in the same order, whatever the
-// cluster.
+// token. Every block gets the sums of all pieces and adds them in the same order, whatever the
+// cluster and whichever of the warps that share a piece has a slot.
 class RowSums {
  public:
-  // [two tokens: a block may be one ahead of one that still reads][warp along the row][slot]
-  using Storage = float[2][kMaxWarps][kMaxSlots];
+  // Of two tokens each: a warp may be one ahead of another one that still reads.
+  struct Storage {
+    float sums[2][kMaxWarps][kMaxSlots];  // [piece along the row][slot]
+    u64 arrived[2];  // with several blocks: all warps of this one, and bytes from all of them
+  };
 
-  __device__ explicit RowSums(Storage& sums)
-      : sums_(sums), cluster_size_(ptx::cluster_nctarank()) {}
+  // One thread calls it, before a barrier of the cluster.
+  __device__ static void init(Storage& storage) {
+    for (u64& barrier : storage.arrived) {
+      ptx::mbarrier_init(&barrier, static_cast<i32>(blockDim.x) / kWarpSize);
+    }
+    ptx::fence_mbarrier_init();
+  }
 
-  // Hands the warp's part of slots [first, first + kCount) to all blocks.
+  __device__ explicit RowSums(Storage& storage)
+      : storage_(storage), cluster_size_(ptx::cluster_nctarank()) {}
+
+  // Which of two buffers that the warps of a block share belongs to the token.
+  __device__ __forceinline__ i32 parity() const { return parity_; }
+
+  // Hands the warp's sums of slots [first, min(first + kCount, end)) of a piece to all blocks.
+  // They travel behind no fence: one would wait for the rows that are under way to other ranks.
   template <i32 kCount>
-  __device__ __forceinline__ void put(float (&x)[kCount], i32 first, i32 warp, i32 lane) {
+  __device__ __forceinline__ void put(float (&x)[kCount], i32 first, i32 end, i32 piece, i32 lane) {
     constexpr i32 kLanes = kWarpSize / kCount;  // that hold the same value
     const float own = warp_sum_each(x, lane);
-    float* const to = &sums_[parity_][warp][(first + lane / kLanes) % kMaxSlots];
+    const i32 slot = first + lane / kLanes;
+    if (slot >= end) return;
+    float* const to = &storage_.sums[parity_][piece][slot];
     if (cluster_size_ == 1) {
       if (lane % kLanes == 0) *to = own;
       return;
     }
     for (i32 block = lane % kLanes; block < cluster_size_; block += kLanes) {
-      ptx::st_shared_cluster(ptx::mapa_shared_cluster(to, block), own);
+      ptx::st_async_shared_cluster(ptx::mapa_shared_cluster(to, block), own,
+                                   ptx::mapa_shared_cluster(&storage_.arrived[parity_], block));
     }
   }
 
-  // All threads of the cluster call it once a token. Lane l gets the sum of slot l / lanes().
-  __device__ __forceinline__ float get(i32 num_warps, i32 num_slots, i32 lane) {
+  // All warps of the cluster call it once a token, each with the number of slots that it has put:
+  // waits for the sums of all warps, and for what the warps of the block have written to its
+  // shared memory.
+  __device__ __forceinline__ void wait(i32 num_put, i32 lane) {
     if (cluster_size_ == 1) {
       __syncthreads();
-    } else {
-      ptx::barrier_cluster_arrive();
-      ptx::barrier_cluster_wait();
+      return;
     }
+    // Every block has warps with the same pieces and slots, so each stands for its counterparts.
+    __syncwarp();
+    u64* const barrier = &storage_.arrived[parity_];
+    if (lane == 0) {
+      ptx::mbarrier_arrive_expect_tx(barrier, num_put * cluster_size_ * i32{sizeof(float)});
+    }
+    ptx::mbarrier_wait_parity_cluster(barrier, phase_);
+  }
+
+  // Lane l gets the sum of slot l / lanes_per_slot(), for the token of the last `wait`.
+  __device__ __forceinline__ float get(i32 num_pieces, i32 num_slots, i32 lane) {
     const i32 lanes = lanes_per_slot(num_slots);
     float total = 0.0f;
-    for (i32 w = lane % lanes; w < num_warps; w += lanes) {
-      total += sums_[parity_][w][lane / lanes];
+    for (i32 w = lane % lanes; w < num_pieces; w += lanes) {
+      total += storage_.sums[parity_][w][lane / lanes];
     }
     if (lanes == 4) {
       total += __shfl_xor_sync(kFullWarp, total, 2);
       total += __shfl_xor_sync(kFullWarp, total, 1);
     }
+    phase_ ^= parity_;
     parity_ ^= 1;
     return total;
   }
@@ -136,9 +192,10 @@ class RowSums {
   __device__ static i32 lanes_per_slot(i32 num_slots) { return num_slots <= 8 ? 4 : 1; }
 
  private:
-  Storage& sums_;
+  Storage& storage_;
   i32 cluster_size_;
   i32 parity_ = 0;
+  u32 phase_ = 0;  // of both barriers in turn
 };
 
 }  // namespace cupy_moe::finalize

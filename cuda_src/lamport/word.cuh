@@ -24,12 +24,14 @@ __device__ __forceinline__ bool is_armed(const uint4& v) {
 
 // Payload without the sentinel: -0.0 becomes +0.0, the same to whoever adds it to +0.0.
 template <u32 kSentinel>
-__device__ __forceinline__ uint4 scrubbed(uint4 v) {
-  v.x = v.x == kSentinel ? 0u : v.x;
-  v.y = v.y == kSentinel ? 0u : v.y;
-  v.z = v.z == kSentinel ? 0u : v.z;
-  v.w = v.w == kSentinel ? 0u : v.w;
-  return v;
+__device__ __forceinline__ u32 scrubbed(u32 word) {
+  return word == kSentinel ? 0u : word;
+}
+
+template <u32 kSentinel>
+__device__ __forceinline__ uint4 scrubbed(const uint4& v) {
+  return make_uint4(scrubbed<kSentinel>(v.x), scrubbed<kSentinel>(v.y), scrubbed<kSentinel>(v.z),
+                    scrubbed<kSentinel>(v.w));
 }
 
 }  // namespace cupy_moe::lamport

@@ -57,9 +57,14 @@ __device__ __forceinline__ i32 ld_shared_cluster(u32 address) {
   return value;
 }
 
-__device__ __forceinline__ void st_shared_cluster(u32 address, float value) {
+// Stores to another block and counts the four bytes at the barrier at `mbarrier` of that block,
+// behind which they are visible.
+__device__ __forceinline__ void st_async_shared_cluster(u32 address, float value, u32 mbarrier) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+      "r"(__float_as_uint(value)), "r"(mbarrier)
+      : "memory");
 #else
   __trap();
 #endif
@@ -81,6 +86,23 @@ __device__ __forceinline__ i32 cluster_ctarank() {
   asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
 #endif
   return static_cast<i32>(rank);
+}
+
+// Clusters of the grid, and this one among them; a block is one where there are no clusters.
+__device__ __forceinline__ i32 nclusterid() {
+  u32 count = gridDim.x;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %nclusterid.x;" : "=r"(count));
+#endif
+  return static_cast<i32>(count);
+}
+
+__device__ __forceinline__ i32 clusterid() {
+  u32 id = blockIdx.x;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %clusterid.x;" : "=r"(id));
+#endif
+  return static_cast<i32>(id);
 }
 
 }  // namespace cupy_moe::ptx

@@ -22,6 +22,11 @@ __device__ __forceinline__ void st_relaxed_sys_v4(void* p, const uint4& v) {
                : "memory");
 }
 
+__device__ __forceinline__ void st_relaxed_sys_v2(void* p, const uint2& v) {
+  asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y)
+               : "memory");
+}
+
 __device__ __forceinline__ i32 ld_relaxed_gpu(const i32* p) {
   i32 value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");

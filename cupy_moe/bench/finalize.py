@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cupy_moe.bench.finalize_ranks import FinalizeRow, measure_rank, no_multicast
+from cupy_moe.bench.finalize_contenders import no_multicast
+from cupy_moe.bench.finalize_ranks import FinalizeRow, measure_rank
 from cupy_moe.kernels.finalize_rmsnorm import RANKS
 
 __all__ = ["measure_finalize"]
@@ -16,14 +17,25 @@ __all__ = ["measure_finalize"]
 _TIMEOUT_S = 600
 
 
-def measure_finalize(tokens: Sequence[int], replays: int) -> list[FinalizeRow]:
-    """Measure on every GPU, one rank each, or as one rank of ``torchrun``.
+def measure_finalize(
+    tokens: Sequence[int],
+    replays: int,
+    *,
+    schemes: bool = False,
+    ranks: Sequence[int] | None = None,
+) -> list[FinalizeRow]:
+    """Measure ranks with a GPU each, or as one rank of ``torchrun``.
 
     Parameters
     ----------
     tokens : sequence of int
     replays : int
         Of every graph; the median counts.
+    schemes : bool
+        Whether to time every scheme besides.
+    ranks : sequence of int, optional
+        Sizes of groups, one after another; default: as many as there are GPUs. Under ``torchrun``
+        its world.
 
     Returns
     -------
@@ -33,27 +45,34 @@ def measure_finalize(tokens: Sequence[int], replays: int) -> list[FinalizeRow]:
     Raises
     ------
     RuntimeError
-        There are not 2, 4 or 8 GPUs, or a rank failed.
+        There are fewer GPUs than ranks, or a rank failed.
     """
     no_multicast()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         device = int(os.environ.get("LOCAL_RANK", rank))
-        rows = _run_rank(rank, size, device, "env://", tokens, replays)
+        rows = _run_rank(rank, size, device, "env://", tokens, replays, schemes)
         return rows if rank == 0 else []
     import torch
 
-    size = max((n for n in RANKS if n <= torch.cuda.device_count()), default=0)
-    if size < 2:
+    found = torch.cuda.device_count()
+    sizes = ranks or [max((n for n in RANKS if n <= found), default=0)]
+    if min(sizes) < 2 or max(sizes) > found:
         raise RuntimeError(
-            f"bench finalize needs two GPUs, found {torch.cuda.device_count()}; several nodes are "
-            "started by torchrun."
+            f"bench finalize needs a GPU for each of {max(2, *sizes)} ranks, found {found}; "
+            "several nodes are started by torchrun."
         )
-    return _launch(size, tokens, replays)
+    return [row for size in sizes for row in _launch(size, tokens, replays, schemes)]
 
 
 def _run_rank(
-    rank: int, size: int, device: int, store: str, tokens: Sequence[int], replays: int
+    rank: int,
+    size: int,
+    device: int,
+    store: str,
+    tokens: Sequence[int],
+    replays: int,
+    schemes: bool,
 ) -> list[FinalizeRow]:
     import torch
     import torch.distributed as dist
@@ -61,7 +80,7 @@ def _run_rank(
     torch.cuda.set_device(device)
     where = torch.device("cuda", device)
     dist.init_process_group("nccl", store, rank=rank, world_size=size, device_id=where)
-    return measure_rank(tokens, replays)
+    return measure_rank(tokens, replays, schemes=schemes)
 
 
 def _worker(rank: int, size: int, store: str, job: tuple[Any, ...], results: Any) -> None:
@@ -75,14 +94,14 @@ def _worker(rank: int, size: int, store: str, job: tuple[Any, ...], results: Any
     os._exit(0)  # graphs with NCCL in them make an orderly end slow
 
 
-def _launch(size: int, tokens: Sequence[int], replays: int) -> list[FinalizeRow]:
+def _launch(size: int, tokens: Sequence[int], replays: int, schemes: bool) -> list[FinalizeRow]:
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = (Path(folder) / "store").as_uri()
-        job = (tuple(tokens), replays)
+        job = (tuple(tokens), replays, schemes)
         processes = [
             context.Process(target=_worker, args=(rank, size, store, job, results))
             for rank in range(size)

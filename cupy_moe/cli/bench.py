@@ -82,4 +82,5 @@ def add_parser(subparsers: Any) -> None:
 
     finalize = kinds.add_parser("finalize", help="the tensor-parallel finalize on several GPUs")
     _add_measurement(finalize, bench_finalize.TOKENS)
+    bench_finalize.add_options(finalize)
     finalize.set_defaults(run=bench_finalize.run_finalize)

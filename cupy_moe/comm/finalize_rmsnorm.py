@@ -10,6 +10,7 @@ from typing import Any
 from cupy_moe.comm.groups import Group, as_group
 from cupy_moe.comm.host import HostWorkspace
 from cupy_moe.comm.opening import Workspace, open_workspace
+from cupy_moe.comm.repeated import signature_of
 from cupy_moe.comm.rules import (
     OPERATION,
     FinalizeArrays,
@@ -19,6 +20,7 @@ from cupy_moe.comm.rules import (
     check_options,
     check_sizes,
 )
+from cupy_moe.comm.workspace import FinalizeWorkspace
 from cupy_moe.runtime.arrays import HOST
 from cupy_moe.runtime.devices import device_guard, stream_is_capturing
 from cupy_moe.runtime.requirements import import_cupy
@@ -44,15 +46,19 @@ class _State:
     workspace: Workspace | None  # None: not supported
 
 
+class _OfThread(threading.local):
+    state: _State | None = None
+
+
 class _Registry:
     """The workspace of the process, or of each thread that is a rank of its own."""
 
     def __init__(self) -> None:
         self._process: _State | None = None
-        self._threads = threading.local()
+        self._threads = _OfThread()
 
     def get(self) -> _State | None:
-        return getattr(self._threads, "state", None) or self._process
+        return self._threads.state or self._process
 
     def set(self, state: _State | None, *, of_thread: bool) -> None:
         if of_thread:
@@ -61,7 +67,7 @@ class _Registry:
             self._process = state
 
     def clear(self) -> None:
-        self.set(None, of_thread=getattr(self._threads, "state", None) is not None)
+        self.set(None, of_thread=self._threads.state is not None)
 
 
 _registry = _Registry()
@@ -346,26 +352,33 @@ def tp_moe_finalize_rmsnorm(
     NaN; a rank that needs what that launch would have sent gives up as well. With NCCL a call waits
     without a limit, until the workspace is closed.
     """
+    arrays = (gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, norm_weight, output)
+    scalars = (eps, gain_center, weight_before_norm, backend)
+    state = _registry.get()
+    workspace = None if state is None else state.workspace
+    key = None
+    if isinstance(workspace, FinalizeWorkspace):
+        signature = signature_of(arrays, scalars, workspace.device)
+        if signature is not None:
+            key, addresses, stream = signature
+            if workspace.repeat(key, addresses, stream):
+                return
     check_backend(OPERATION, backend)
     options = check_options(eps, gain_center, weight_before_norm)
-    state = _registry.get()
-    if state is None or state.workspace is None:
+    if state is None or workspace is None:
         reason = "not initialized" if state is None else "not supported by this group or GPU"
         raise ValueError(
             f"{OPERATION}: tensors do not satisfy the TP MoE finalize contract: the operation is "
             f"{reason}. Call {_INIT} on every rank first."
         )
-    arrays = _check(
-        state,
-        (gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, norm_weight, output),
-    )
-    if arrays.num_tokens == 0:
+    checked = _check(state, arrays)
+    if checked.num_tokens == 0:
         return
-    workspace = state.workspace
     if isinstance(workspace, HostWorkspace):
-        workspace.run(arrays, options)
+        workspace.run(checked, options)
     else:
-        workspace.run(arrays, options, arrays.output.framework.current_stream(workspace.device))
+        stream = checked.output.framework.current_stream(workspace.device)
+        workspace.run(checked, options, stream, key)
 
 
 def _check(state: _State, arrays: tuple[ArrayLike, ...]) -> FinalizeArrays:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add
 
 from cupy_moe.comm.layout import WorkspaceLayout
 from cupy_moe.comm.residents import count_residents
@@ -11,19 +14,21 @@ from cupy_moe.comm.streams import multiprocessors_of
 from cupy_moe.comm.transport import Step
 from cupy_moe.kernels.finalize_rmsnorm import (
     PARAMS,
+    VARYING_PARAMS,
     ClusterShape,
     FinalizeRmsnormConfig,
     FinalizeScheme,
     Phases,
     choose_shape,
     possible_shapes,
+    schemes_of,
 )
 from cupy_moe.runtime.devices import compute_capability, max_shared_memory, sm_count
 from cupy_moe.runtime.jit import load
-from cupy_moe.runtime.launch import BoundLaunch, bind
+from cupy_moe.runtime.launch import BoundLaunch, PackedParams, bind, enqueue
 from cupy_moe.runtime.occupancy import resident_clusters
 
-__all__ = ["REPORT_WORDS", "Call", "Launcher", "device_shapes"]
+__all__ = ["REPORT_WORDS", "Call", "CallLaunches", "Launch", "Launcher", "device_shapes"]
 
 REPORT_WORDS = 8
 POLITE_TOKENS = 8  # more of them are waited for politely
@@ -39,8 +44,81 @@ class Call:
     options: NormOptions
     stream: int
     scheme: FinalizeScheme
-    number: int
     timeout_s: float
+    num_sharers: int  # ranks on the device
+
+
+class Launch:
+    """A launch of the kernel for some tokens, on whatever arrays it is placed on.
+
+    Parameters
+    ----------
+    bound : BoundLaunch
+    params : PackedParams
+        Of that launch and of no other: `place` changes them.
+    offsets : tuple of int, optional
+        Bytes from the start of each array to its first token; default: none.
+    copy : callable, optional
+        See `Step`.
+    """
+
+    __slots__ = ("_offsets", "_params", "_struct", "bound", "copy")
+
+    def __init__(
+        self,
+        bound: BoundLaunch,
+        params: PackedParams,
+        offsets: tuple[int, ...] | None,
+        copy: Callable[[int], None] | None,
+    ) -> None:
+        self.bound, self.copy, self._offsets = (bound,), copy, offsets
+        address = ctypes.c_uint64.from_address(params.address).value
+        self._struct = (ctypes.c_char * PARAMS.size).from_address(address)
+        self._params = params  # holds the memory
+
+    def place(self, addresses: Sequence[int], number: int) -> None:
+        """Set the addresses of the arrays and the number of the call."""
+        at = addresses if self._offsets is None else map(add, addresses, self._offsets)
+        VARYING_PARAMS.pack_into(self._struct, 0, *at, number & _MAX_CALL)
+
+
+class CallLaunches:
+    """All launches of a call, which can be made again on arrays of the same forms.
+
+    One call at a time, as the launches have one set of parameters.
+
+    Parameters
+    ----------
+    launches : sequence of Launch
+    arrays : FinalizeArrays
+        Their sizes are kept.
+    stream : int
+    """
+
+    __slots__ = ("_launches", "_sizes", "_stream")
+
+    def __init__(self, launches: Sequence[Launch], arrays: FinalizeArrays, stream: int) -> None:
+        self._launches, self._sizes, self._stream = tuple(launches), arrays.extents, stream
+
+    def overwrites(self, addresses: Sequence[int]) -> bool:
+        """Whether the output, the last of the arrays, shares memory with another one."""
+        rows, weights, index, norm_weight, output = addresses
+        rows_size, weights_size, index_size, norm_size, output_size = self._sizes
+        end = output + output_size
+        return (
+            (rows < end and output < rows + rows_size)
+            or (weights < end and output < weights + weights_size)
+            or (index < end and output < index + index_size)
+            or (norm_weight < end and output < norm_weight + norm_size)
+        )
+
+    def enqueue(self, addresses: Sequence[int], number: int) -> None:
+        """Enqueue a call; `addresses` in the order of the public arguments."""
+        for launch in self._launches:
+            launch.place(addresses, number)
+            enqueue(launch.bound)
+            if launch.copy is not None:
+                launch.copy(self._stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +171,12 @@ class Launcher:
                 f"hidden size {layout.hidden_size} with top_k {layout.top_k} needs thread block "
                 f"clusters or shared memory that cuda:{device} does not have"
             )
-        one_rank = (FinalizeScheme.EveryRank,)
         self._functions = {
-            scheme: load(FinalizeRmsnormConfig(scheme, layout.num_ranks).spec(), device)
-            for scheme in (one_rank if layout.num_ranks == 1 else FinalizeScheme)
+            (scheme, groups): load(
+                FinalizeRmsnormConfig(scheme, layout.num_ranks, groups).spec(), device
+            )
+            for scheme in schemes_of(layout.num_ranks)
+            for groups in {shape.num_groups for shape in self._shapes.values()}
         }
         self._num_elsewhere = 0
         self._plans: dict[tuple[FinalizeScheme, int, int, int], _Plan] = {}
@@ -108,18 +188,20 @@ class Launcher:
         """
         self._num_elsewhere = num_elsewhere
 
-    def bind(self, call: Call, first: int, count: int, step: Step) -> BoundLaunch:
+    @property
+    def num_sharers(self) -> int:
+        """Ranks that are on the device now, this one among them."""
+        return self._num_elsewhere + count_residents(self._device)
+
+    def bind(self, call: Call, first: int, count: int, step: Step) -> Launch:
         """Prepare a launch for tokens [first, first + count)."""
-        num_sharers = self._num_elsewhere + count_residents(self._device)
-        is_shared = num_sharers > 1
-        plan = self._plan(call.scheme, count, call.stream, num_sharers)
+        is_shared = call.num_sharers > 1
+        plan = self._plan(call.scheme, count, call.stream, call.num_sharers)
         layout, buffers, arrays = self._layout, self._buffers[call.scheme], call.arrays
         params = PARAMS.pack(
-            arrays.gemm2.ptr,
-            arrays.index.ptr + 4 * first * layout.top_k,
-            arrays.weights.ptr + arrays.weights.itemsize * first * layout.top_k,
-            arrays.norm_weight.ptr,
-            arrays.output.ptr + 2 * first * layout.hidden_size,
+            *(0, 0, 0, 0, 0),  # see `Launch.place`
+            0,
+            self._rank,
             self._workspace,
             *step.peers,
             self._workspace + buffers.generations_offset,
@@ -135,19 +217,18 @@ class Launcher:
             count,
             layout.hidden_size,
             layout.top_k,
-            self._rank,
-            call.number & _MAX_CALL,
             step.phases,
             count > POLITE_TOKENS,
             arrays.weights.dtype == "float32",
             call.options.weight_before_norm,
             call.options.eps,
             call.options.gain_center,
+            1.0 / layout.hidden_size,
             is_shared,
         )
-        shape = plan.shape
-        return bind(
-            self._functions[call.scheme],
+        shape, slots = plan.shape, first * layout.top_k
+        bound = bind(
+            self._functions[call.scheme, shape.num_groups],
             params,
             grid=(plan.num_clusters * shape.num_blocks, 1, 1),
             block=shape.num_threads,
@@ -157,6 +238,8 @@ class Launcher:
             pdl=self._has_pdl and step.phases == Phases.All and not is_shared,
             cluster=shape.num_blocks,
         )
+        offsets = (0, arrays.weights.itemsize * slots, 4 * slots, 0, 2 * first * layout.hidden_size)
+        return Launch(bound, params, offsets if first else None, step.copy)
 
     def _plan(
         self, scheme: FinalizeScheme, num_tokens: int, stream: int, num_sharers: int
@@ -182,7 +265,10 @@ class Launcher:
         shapes = self._shapes if is_whole else {smallest: self._shapes[smallest]}
         shape = choose_shape(shapes, num_tokens, granted)
         resident = resident_clusters(
-            self._functions[scheme], shape.num_blocks, shape.num_threads, shape.smem
+            self._functions[scheme, shape.num_groups],
+            shape.num_blocks,
+            shape.num_threads,
+            shape.smem,
         )
         if is_shared:
             resident //= 2  # other ranks' blocks need not leave the room where it is needed

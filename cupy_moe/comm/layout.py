@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_moe.kernels.finalize_rmsnorm import MAX_WARPS, FinalizeScheme
+from cupy_moe.kernels.finalize_rmsnorm import MAX_GROUPS, MAX_WARPS, FinalizeScheme
 
 __all__ = ["Buffers", "SchemeLimits", "WorkspaceLayout", "choose_scheme", "default_limits"]
 
@@ -72,7 +72,7 @@ class Buffers:
         Of one token's result from one sender.
     results_sentinel : int
     generations_offset : int
-        ``[capacity, 64]`` int32.
+        ``[capacity, 64, 8]`` int32.
     end : int
     """
 
@@ -181,7 +181,7 @@ class WorkspaceLayout:
             result_bytes=result_bytes,
             results_sentinel=F32_SENTINEL if by_expert else BF16_SENTINEL,
             generations_offset=generations_offset,
-            end=_align(generations_offset + capacity * MAX_WARPS * 4),
+            end=_align(generations_offset + capacity * MAX_WARPS * MAX_GROUPS * 4),
         )
 
 

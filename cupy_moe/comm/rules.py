@@ -57,6 +57,22 @@ class FinalizeArrays:
         """T."""
         return self.output.shape[0]
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the arrays, in the order of the public arguments."""
+        return tuple(ref.ptr for ref in self._refs)
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Bytes from each array's address to its end, in the same order."""
+        hidden_size = self.norm_weight.shape[0]
+        rows = 2 * ((self.gemm2.shape[0] - 1) * self.row_stride + hidden_size)
+        return (rows, *(ref.nbytes for ref in self._refs[1:]))
+
+    @property
+    def _refs(self) -> tuple[ArrayRef, ...]:
+        return self.gemm2, self.weights, self.index, self.norm_weight, self.output
+
 
 def check_arrays(
     gemm2_permuted: ArrayLike,

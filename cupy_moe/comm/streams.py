@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from cupy_moe.runtime.devices import check, sm_count, stream_is_capturing
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from cupy_moe.runtime.devices import DriverValue, check, sm_count, stream_is_capturing
 from cupy_moe.runtime.requirements import import_driver
 from cupy_moe.runtime.streams import Event, inspect_stream
 
@@ -37,21 +41,31 @@ class StreamOrder:
         self._stream: int | None = None  # id of the last eager call's
         self._capture: tuple[int, int] = (0, 0)  # the last captured call's capture and stream
 
-    def before(self, stream: int) -> bool:
-        """Call it before the launches of a call; tells whether they are captured.
+    def before(self, stream: int) -> int | None:
+        """Call it before the launches of a call, once or more often.
+
+        Returns
+        -------
+        int or None
+            Id of the stream; None if it is captured, and `after` is not to be called.
 
         Raises
         ------
         RuntimeError
             An earlier call of the same capture is on another stream.
         """
-        capture = _capture_of(stream)
-        if capture is None:
-            identity = _identity_of(stream)
-            if self._stream is not None and self._stream != identity:
+        if stream_is_capturing(stream):
+            self._before_captured(stream)
+            return None
+        identity = _identity_of(stream)
+        if identity != self._stream:
+            if self._stream is not None:
                 self._done.block(stream)
             self._stream = identity
-            return False
+        return identity
+
+    def _before_captured(self, stream: int) -> None:
+        capture = _capture_of(stream)
         last, last_stream = self._capture
         if last == capture and last_stream != stream:
             raise RuntimeError(
@@ -60,7 +74,6 @@ class StreamOrder:
                 "them on the same stream."
             )
         self._capture = (capture, stream)
-        return True
 
     def after(self, stream: int) -> None:
         """Call it after the launches of a call that is not captured."""
@@ -73,16 +86,22 @@ class StreamOrder:
 
 def _identity_of(stream: int) -> int:
     """Id of a stream: a new one may have the address of one that was destroyed."""
+    get_id, handle = _id_query(stream)
+    status, identity = get_id(handle)
+    if status:
+        check((status,), "inspecting a stream")
+    return int(identity)
+
+
+@lru_cache(maxsize=256)
+def _id_query(stream: int) -> tuple[Callable[[DriverValue], Any], DriverValue]:
     driver = import_driver()
-    return int(check(driver.cuStreamGetId(driver.CUstream(stream)), "inspecting a stream"))
+    return driver.cuStreamGetId, driver.CUstream(stream)
 
 
-def _capture_of(stream: int) -> int | None:
+def _capture_of(stream: int) -> int:
     """Id of the capture that a stream takes part in."""
-    if not stream_is_capturing(stream):  # the cheaper question
-        return None
     driver = import_driver()
-    active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
     info = check(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)), "inspecting a stream")
-    status, capture, *_ = info
-    return int(capture) if status == active else None
+    _, capture, *_ = info
+    return int(capture)

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import ExitStack
 from functools import cache
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from cupy_moe.comm.errors import PeerTimeoutError
 from cupy_moe.comm.groups import Group, agree, vote
-from cupy_moe.comm.launches import REPORT_WORDS, Call, Launcher
+from cupy_moe.comm.launches import REPORT_WORDS, Call, CallLaunches, Launcher
 from cupy_moe.comm.layout import SchemeLimits, WorkspaceLayout, choose_scheme, default_limits
+from cupy_moe.comm.repeated import Key
 from cupy_moe.comm.residents import enter_device, leave_device
 from cupy_moe.comm.rules import OPERATION, FinalizeArrays, NormOptions
 from cupy_moe.comm.streams import StreamOrder
 from cupy_moe.comm.transport import IpcTransport, NcclTransport, Transport
 from cupy_moe.runtime.devices import device_guard
-from cupy_moe.runtime.launch import enqueue
+from cupy_moe.runtime.memory import Memory
 from cupy_moe.runtime.peer_memory import DeviceMemory, HostPage, MemoryOffer
 from cupy_moe.runtime.requirements import import_cupy
 
 __all__ = ["FinalizeWorkspace"]
 
 ResultT = TypeVar("ResultT")
+_Place: TypeAlias = "tuple[Key, int | None, int]"  # with the id of a stream and ranks on the device
 
 _logger = logging.getLogger("cupy_moe")
+MAX_CALLS = 1024  # that are remembered, about 3 KiB each
 GRACE_S = 5.0  # for the host of a rank to see that a launch has given up
 
 
@@ -100,6 +104,9 @@ class FinalizeWorkspace:
         self._mapped = ExitStack()  # peers' memory
         self._resources = ExitStack()
         self._report: HostPage | None = None
+        self._lock = threading.RLock()  # of calls: they share the order and the parameters
+        self._repeatable: Memory[_Place, CallLaunches] = Memory(MAX_CALLS)
+        self._last: tuple[_Place | None, CallLaunches | None] = (None, None)
         self._num_calls = 0
         self._is_open = False
         self._is_written = False  # perhaps, by the others: from the last exchange of the set-up on
@@ -287,8 +294,18 @@ class FinalizeWorkspace:
                 OPERATION, self.group.rank, peer, call, num_tokens, self.timeout_s
             )
 
-    def run(self, arrays: FinalizeArrays, options: NormOptions, stream: int) -> None:
+    def run(
+        self, arrays: FinalizeArrays, options: NormOptions, stream: int, key: Key | None = None
+    ) -> None:
         """Enqueue one call on a stream.
+
+        Parameters
+        ----------
+        arrays : FinalizeArrays
+        options : NormOptions
+        stream : int
+        key : tuple, optional
+            Of `repeat`, for later calls like this one.
 
         Raises
         ------
@@ -298,30 +315,74 @@ class FinalizeWorkspace:
             The workspace is closed. The stream is captured into a graph that has a call on another
             stream. The driver refuses a launch.
         """
-        if not self._is_open:
-            raise RuntimeError(
-                f"{OPERATION}: the workspace is closed. Make another one on every rank."
-            )
-        self.check()
-        self._num_calls += 1
+        with self._lock, device_guard(self.device):
+            if not self._is_open:
+                raise RuntimeError(
+                    f"{OPERATION}: the workspace is closed. Make another one on every rank."
+                )
+            self.check()
+            identity = self._order.before(stream)
+            num_sharers = self._launcher.num_sharers
+            launches = self._bind(arrays, options, stream, num_sharers)
+            self._enqueue(launches, arrays.addresses, identity, stream)
+            if key is not None and identity is not None:
+                self._repeatable.insert((key, identity, num_sharers), launches)
+
+    def repeat(self, key: Key, addresses: Sequence[int], stream: int) -> bool:
+        """Enqueue a call that equals an earlier one on this stream in all but the addresses.
+
+        Parameters
+        ----------
+        key : tuple
+            Equal for such calls.
+        addresses : sequence of int
+            Of the arrays, in the order of the public arguments.
+        stream : int
+
+        Returns
+        -------
+        bool
+            False if nothing was enqueued, as there was no such call or something is wrong: `run`
+            is to be called.
+        """
+        with self._lock, device_guard(self.device):
+            if not self._is_open or self._has_failed():
+                return False
+            identity = self._order.before(stream)
+            where = (key, identity, self._launcher.num_sharers)
+            last, launches = self._last
+            if where != last:  # cheaper than to look it up, and alike for all layers of a model
+                launches = self._repeatable.get(where)
+            if launches is None or launches.overwrites(addresses):
+                return False
+            self._last = where, launches
+            self._enqueue(launches, addresses, identity, stream)
+        return True
+
+    def _bind(
+        self, arrays: FinalizeArrays, options: NormOptions, stream: int, num_sharers: int
+    ) -> CallLaunches:
+        """Prepare the launches of a call."""
         total = arrays.num_tokens
         scheme = choose_scheme(total, self.group.size, self.layout.limits)
-        call = Call(arrays, options, stream, scheme, self._num_calls, self.timeout_s)
-        step = total if self.group.size == 1 else self.layout.token_capacity
-        with device_guard(self.device):
-            is_captured = self._order.before(stream)
-            try:
-                for first in range(0, total, step):
-                    self._run_tokens(call, first, min(step, total - first))
-            finally:  # some launches of a call that fails may be under way
-                if not is_captured:
-                    self._order.after(stream)
+        call = Call(arrays, options, stream, scheme, self.timeout_s, num_sharers)
+        most = total if self.group.size == 1 else self.layout.token_capacity
+        launches = []
+        for first in range(0, total, most):
+            count = min(most, total - first)
+            steps = self.transport.steps(scheme, count)
+            launches += [self._launcher.bind(call, first, count, step) for step in steps]
+        return CallLaunches(launches, arrays, stream)
 
-    def _run_tokens(self, call: Call, first: int, count: int) -> None:
-        for step in self.transport.steps(call.scheme, count):
-            enqueue((self._launcher.bind(call, first, count, step),))
-            if step.copy is not None:
-                step.copy(call.stream)
+    def _enqueue(
+        self, launches: CallLaunches, addresses: Sequence[int], identity: int | None, stream: int
+    ) -> None:
+        self._num_calls += 1
+        try:
+            launches.enqueue(addresses, self._num_calls)
+        finally:  # some launches of a call that fails may be under way
+            if identity is not None:
+                self._order.after(stream)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntFlag
+from struct import Struct
 from typing import TYPE_CHECKING
 
 from cupy_moe.runtime.jit import KernelSpec
@@ -13,12 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "MAX_GROUPS",
     "MAX_HIDDEN_SIZE",
     "MAX_PEERS",
     "MAX_TOP_K",
     "MAX_WARPS",
     "PARAMS",
     "RANKS",
+    "VARYING_PARAMS",
     "ClusterShape",
     "FinalizeRmsnormConfig",
     "FinalizeScheme",
@@ -26,6 +29,7 @@ __all__ = [
     "all_finalize_rmsnorm_configs",
     "choose_shape",
     "possible_shapes",
+    "schemes_of",
 ]
 
 RANKS = (1, 2, 4, 8)
@@ -36,8 +40,11 @@ MAX_CLUSTER = 8  # blocks; every device with clusters can have as many
 COLUMNS_PER_WARP = 256
 MAX_WARPS = MAX_HIDDEN_SIZE // COLUMNS_PER_WARP
 MAX_THREADS = 512
+SHARING_THREADS = 256  # a multiprocessor has the registers for two such blocks: the next launch's
 VECTOR_BYTES = 16  # eight columns
-STATIC_SMEM = 2 * MAX_WARPS * MAX_TOP_K * 4
+STATIC_SMEM = 2 * MAX_WARPS * MAX_TOP_K * 4 + 16
+GROUPS = (1, 2, 4, 8)
+MAX_GROUPS = max(GROUPS)
 
 
 class FinalizeScheme(Enum):
@@ -58,11 +65,13 @@ class Phases(IntFlag):
 
 
 PARAMS = ParamLayout(
-    ("gemm2", "ptr"),
-    ("index", "ptr"),
+    ("gemm2", "ptr"),  # these six differ from call to call, see `VARYING_PARAMS`
     ("weights", "ptr"),
+    ("index", "ptr"),
     ("norm_weight", "ptr"),
     ("output", "ptr"),
+    ("call", "i32"),
+    ("rank", "i32"),
     ("own", "ptr"),
     *((f"peer{number}", "ptr") for number in range(MAX_PEERS)),
     ("generations", "ptr"),
@@ -78,16 +87,18 @@ PARAMS = ParamLayout(
     ("num_tokens", "i32"),
     ("hidden_size", "i32"),
     ("top_k", "i32"),
-    ("rank", "i32"),
-    ("call", "i32"),
     ("phases", "i32"),
     ("is_polite", "i32"),
     ("weights_are_f32", "i32"),
     ("weight_before_norm", "i32"),
     ("eps", "f32"),
     ("gain_center", "f32"),
+    ("per_column", "f32"),
     ("is_shared", "i32"),
 )
+
+VARYING_PARAMS = Struct("=5Qi")
+"""Lays out the first fields of `PARAMS`: five arrays and the number of the call."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,7 @@ class FinalizeRmsnormConfig:
 
     scheme: FinalizeScheme
     num_ranks: int
+    num_groups: int = 1  # warps that share the slots of a token
     num_threads: int = MAX_THREADS  # of a block, at most
 
     def spec(self) -> KernelSpec:
@@ -106,36 +118,64 @@ class FinalizeRmsnormConfig:
 def all_finalize_rmsnorm_configs() -> list[FinalizeRmsnormConfig]:
     """Every specialization a workspace can ask for; a single rank has nothing to send."""
     return [
-        FinalizeRmsnormConfig(scheme, num_ranks)
+        FinalizeRmsnormConfig(scheme, num_ranks, num_groups)
         for num_ranks in RANKS
-        for scheme in ([FinalizeScheme.EveryRank] if num_ranks == 1 else FinalizeScheme)
+        for scheme in schemes_of(num_ranks)
+        for num_groups in GROUPS
     ]
+
+
+def schemes_of(num_ranks: int) -> tuple[FinalizeScheme, ...]:
+    """Schemes that so many ranks can use; a single one has nothing to send."""
+    return (FinalizeScheme.EveryRank,) if num_ranks == 1 else tuple(FinalizeScheme)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """Blocks that share one token, their threads, and their dynamic shared memory in bytes."""
+    """Blocks that share one token.
+
+    Attributes
+    ----------
+    num_blocks : int
+    num_threads : int
+        Of a block.
+    num_groups : int
+        Warps that share 256 columns, each with some of the slots.
+    smem : int
+        Dynamic shared memory of a block, in bytes.
+    """
 
     num_blocks: int
     num_threads: int
+    num_groups: int
     smem: int
 
 
 def possible_shapes(
     hidden_size: int, top_k: int, max_shared_memory: int, has_clusters: bool
 ) -> dict[int, ClusterShape]:
-    """Clusters that hold a row of ``hidden_size``, eight columns a thread, by number of blocks.
+    """Clusters that hold a row of ``hidden_size``, by number of blocks.
 
-    A thread keeps its columns of ``top_k`` reduced rows in shared memory. ``max_shared_memory`` is
-    what a block can have, in bytes.
+    Warps that the columns leave idle take slots. ``top_k`` reduced rows lie in shared memory, those
+    of two tokens where several warps read them; ``max_shared_memory`` is what a block can have, in
+    bytes.
     """
     num_warps = -(-hidden_size // COLUMNS_PER_WARP)
+    most = max_shared_memory - STATIC_SMEM
     shapes = {}
     for num_blocks in (1, 2, 4, MAX_CLUSTER) if has_clusters else (1,):
-        threads = 32 * -(-num_warps // num_blocks)
-        smem = top_k * threads * VECTOR_BYTES
-        if threads <= MAX_THREADS and smem <= max_shared_memory - STATIC_SMEM:
-            shapes[num_blocks] = ClusterShape(num_blocks, threads, smem)
+        if num_blocks > num_warps:
+            break
+        of_columns = 32 * -(-num_warps // num_blocks)
+        rows = top_k * of_columns * VECTOR_BYTES
+        groups = MAX_GROUPS
+        while groups > 1 and (
+            groups > top_k or of_columns * groups > SHARING_THREADS or 2 * rows > most
+        ):
+            groups //= 2
+        smem = rows if groups == 1 else 2 * rows
+        if of_columns <= MAX_THREADS and smem <= most:
+            shapes[num_blocks] = ClusterShape(num_blocks, of_columns * groups, groups, smem)
     return shapes
 
 

@@ -58,7 +58,8 @@ class Framework(ABC):
     def signature(self, x: Array) -> tuple[int, Hashable]:
         """Address of an array, and all else that `describe` tells of it, raw, with the alignment.
 
-        Equal signatures come from equal descriptions; alignments count up to 256 bytes.
+        Equal signatures come from equal descriptions and, where elements have gaps between them,
+        equal strides; alignments count up to 256 bytes.
         """
         raise NotImplementedError(f"{self.name} arrays have no signature")
 
@@ -216,8 +217,8 @@ class TorchFramework(Framework):
 
     def signature(self, x: Array) -> tuple[int, Hashable]:
         """See `Framework.signature`."""
-        address = x.data_ptr()
-        return address, (address & 255, x.device, x.shape, x.is_contiguous(), x.dtype)
+        address, gaps = x.data_ptr(), x.is_contiguous() or x.stride()
+        return address, (address & 255, x.device, x.shape, gaps, x.dtype)
 
     def _refusal(self, x: Array, what: str) -> TypeError:
         if x.layout is not self._torch.strided:

@@ -59,7 +59,7 @@ _POINTER_SIZE = 8
 
 @dataclass(slots=True, eq=False)
 class PackedParams:
-    """A parameter struct in memory of its own, never changed afterwards.
+    """A parameter struct in memory of its own, changed by nobody but who had it packed.
 
     Attributes
     ----------

@@ -18,6 +18,10 @@
 #define __global__
 #define __forceinline__ inline
 
+struct uint2 {
+  unsigned x, y;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 struct uint4 {
   unsigned x, y, z, w;
 };

@@ -9,7 +9,8 @@ extern "C" void launch(const char* params, int num_blocks, int num_threads, int 
   using Sums = finalize::RowSums::Storage;
   emulator::launch(num_blocks, num_threads, cluster_size, sizeof(Sums) + smem, [&](char* shared) {
     auto* stash = reinterpret_cast<uint4*>(shared + sizeof(Sums));
-    finalize::enter(p);
-    finalize::run(p, stash, *reinterpret_cast<Sums*>(shared));
+    auto& sums = *reinterpret_cast<Sums*>(shared);
+    finalize::enter(p, sums);
+    finalize::run(p, stash, sums);
   });
 }

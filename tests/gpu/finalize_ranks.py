@@ -1,12 +1,13 @@
-"""Ranks of the finalize on GPUs: threads that share one, or processes with one each."""
+"""Ranks of the finalize on GPUs: threads or processes, with one each or several on one."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from cupy_moe.comm.rules import check_arrays
 from cupy_moe.comm.workspace import FinalizeWorkspace
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
 from cupy_moe.testing.inputs import to_library
-from tests.finalize_cases import BF16, NAN, FinalizeCase
+from tests.emulated_ranks import run_ranks
+from tests.finalize_cases import BF16, NAN, FinalizeCase, assert_all_equal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,6 +83,24 @@ class GpuRank:
             self._cupy.cuda.Device().synchronize()
         self.workspace.check()
 
+    def enqueue_all(self, calls: list[tuple[FinalizeCase, Any, Any]], in_graph: bool) -> None:
+        """Run calls (case, arrays, output) eagerly, or as one graph three times."""
+        stream = self.own_stream
+        with self._cupy.cuda.Device(self.device):
+            if in_graph:
+                with stream:
+                    stream.begin_capture(self._cupy.cuda.runtime.streamCaptureModeThreadLocal)
+                    for call in calls:
+                        self.enqueue(*call)
+                    graph = stream.end_capture()
+                self.group.barrier()
+                for _ in range(3):
+                    graph.launch(stream)
+            else:
+                for call in calls:
+                    self.enqueue(*call)
+        self.synchronize()
+
     def run(self, case: FinalizeCase, num_calls: int = 1) -> list[np.ndarray]:
         """Outputs of calls back to back, on the host."""
         arrays = self.upload(case)
@@ -95,6 +115,32 @@ class GpuRank:
 def to_bits(out: Any) -> np.ndarray:
     """Host copy of BF16 bits."""
     return np.asarray(out.view(np.uint16).get())
+
+
+def run_on_gpu(size: int, work: Callable[[Group], Any]) -> list[Any]:
+    """Threads as ranks; what hangs has failed after some seconds."""
+    return run_ranks(size, work, timeout_s=20.0)
+
+
+def check_all(
+    cases: list[FinalizeCase], num_calls: int = 3, num_devices: int = 1, **options: Any
+) -> list[np.ndarray]:
+    """Cases of equal sizes on one workspace: right, and the same on all ranks and in all calls."""
+
+    def work(group: Group) -> list[list[np.ndarray]]:
+        rank = GpuRank(group, cases[0], group.rank % num_devices, **options)
+        outputs = [rank.run(case, num_calls) for case in cases]
+        rank.workspace.close()
+        return outputs
+
+    of_ranks = run_on_gpu(cases[0].num_ranks, work)
+    found = []
+    for number, case in enumerate(cases):
+        outputs = list(itertools.chain.from_iterable(of_rank[number] for of_rank in of_ranks))
+        assert_all_equal(outputs)
+        case.check(outputs[0])
+        found.append(outputs[0])
+    return found
 
 
 PRODUCER = r"""
@@ -168,13 +214,17 @@ def green_streams(num_ranks: int) -> Iterator[list[int]]:
         yield [stream_handle(stream) for stream in partitions.streams]
 
 
-def need_gpus(count: int) -> None:
-    """Skip where there are fewer."""
+def num_gpus() -> int:
+    """Count the GPUs of this machine."""
     import cupy
 
-    found = cupy.cuda.runtime.getDeviceCount()
-    if found < count:
-        pytest.skip(f"needs {count} GPUs, found {found}")
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+def need_gpus(count: int) -> None:
+    """Skip where there are fewer."""
+    if num_gpus() < count:
+        pytest.skip(f"needs {count} GPUs, found {num_gpus()}")
 
 
 def run_processes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -16,13 +15,14 @@ from cupy_moe.comm.errors import PeerTimeoutError
 from cupy_moe.comm.groups import Group, ThreadGroup
 from cupy_moe.comm.layout import SchemeLimits
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
-from tests.emulated_ranks import run_ranks
-from tests.finalize_cases import NAN, assert_all_equal, golden_case, make_case, tricky_case
+from tests.finalize_cases import NAN, golden_case, make_case, tricky_case
 from tests.gpu.finalize_ranks import (
     LIMITS,
     GpuRank,
+    check_all,
     check_slow_producer,
     green_streams,
+    run_on_gpu,
     to_bits,
 )
 
@@ -34,30 +34,6 @@ SCHEMES = pytest.mark.parametrize("scheme", FinalizeScheme, ids=lambda scheme: s
 @pytest.fixture
 def cupy() -> Any:
     return pytest.importorskip("cupy")
-
-
-def run_on_gpu(size: int, work: Any) -> list[Any]:
-    """Threads as ranks; what hangs has failed after some seconds."""
-    return run_ranks(size, work, timeout_s=20.0)
-
-
-def check_all(cases: list[Any], num_calls: int = 3, **options: Any) -> list[np.ndarray]:
-    """Cases of equal sizes on one workspace: right, and the same on all ranks and in all calls."""
-
-    def work(group: Group) -> list[list[np.ndarray]]:
-        rank = GpuRank(group, cases[0], **options)
-        outputs = [rank.run(case, num_calls) for case in cases]
-        rank.workspace.close()
-        return outputs
-
-    of_ranks = run_on_gpu(cases[0].num_ranks, work)
-    found = []
-    for number, case in enumerate(cases):
-        outputs = list(itertools.chain.from_iterable(of_rank[number] for of_rank in of_ranks))
-        assert_all_equal(outputs)
-        case.check(outputs[0])
-        found.append(outputs[0])
-    return found
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -133,32 +109,12 @@ def test_words_around_the_sentinel(scheme: FinalizeScheme, in_graph: bool) -> No
         rank = GpuRank(group, cases[0], limits=LIMITS[scheme])
         calls = [(case, rank.upload(case), rank.output(case)) for case in cases]
         group.barrier()
-        enqueue_all(rank, calls, in_graph)
+        rank.enqueue_all(calls, in_graph)
         for case, _, out in calls:
             case.check(to_bits(out))
         rank.workspace.close()
 
     run_on_gpu(2, work)
-
-
-def enqueue_all(rank: GpuRank, calls: list[Any], in_graph: bool) -> None:
-    stream = rank.own_stream
-    if not in_graph:
-        for call in calls:
-            rank.enqueue(*call)
-    else:
-        import cupy
-
-        with stream:
-            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
-            for call in calls:
-                rank.enqueue(*call)
-            graph = stream.end_capture()
-        rank.group.barrier()
-        for _ in range(3):
-            graph.launch(stream)
-        stream.synchronize()
-    rank.synchronize()
 
 
 def test_eager_calls_and_graphs_of_one_to_three_calls(cupy: Any) -> None:

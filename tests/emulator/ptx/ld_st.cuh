@@ -21,6 +21,11 @@ inline void st_relaxed_sys_v4(void* p, const uint4& v) {
   }
 }
 
+inline void st_relaxed_sys_v2(void* p, const uint2& v) {
+  __atomic_store_n(static_cast<u32*>(p) + 1, v.y, __ATOMIC_RELAXED);
+  __atomic_store_n(static_cast<u32*>(p), v.x, __ATOMIC_RELAXED);
+}
+
 inline i32 ld_relaxed_gpu(const i32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline void st_relaxed_sys(i32* p, i32 value) { __atomic_store_n(p, value, __ATOMIC_RELAXED); }
 inline const u8* opaque(const u8* p) { return p; }
