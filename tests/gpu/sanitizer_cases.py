@@ -9,14 +9,17 @@ import sys
 
 import numpy as np
 
-from cupy_moe.comm.groups import SingleRank
+from cupy_moe.comm.groups import Group
+from cupy_moe.comm.transport import Step, Transport
+from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme, Phases
 from cupy_moe.testing.compare import assert_within, compare, to_host
 from cupy_moe.testing.fp4_inputs import Fp4Sizes, fp4_layer
 from cupy_moe.testing.inputs import make_fp8_layer, make_hidden_states, make_topk, move_arguments
 from cupy_moe.types import ActivationType
+from tests.emulated_ranks import run_ranks
 from tests.finalize_cases import make_case
 from tests.fp4_calls import run
-from tests.gpu.finalize_ranks import GpuRank
+from tests.gpu.finalize_ranks import LIMITS, GpuRank
 from tests.gpu.fp4_layers import TOLERANCES, on_host, on_library
 from tests.gpu.support import logits_moe, reference, routed_moe, tolerance_of
 
@@ -53,12 +56,41 @@ def fp4(mode: str, sizes: Fp4Sizes) -> None:
     run("whole", arguments | {"do_finalize": False})
 
 
-def finalized(tokens: int, hidden_size: int, top_k: int) -> None:
-    """A finalize of one rank; ranks that wait for each other would outlast any time limit here."""
-    case = make_case(1, tokens, hidden_size=hidden_size, top_k=top_k)
-    rank = GpuRank(SingleRank(), case)
-    case.check(rank.run(case)[0])
-    rank.workspace.close()
+class StepByStep(Transport):
+    """The phases of a finalize one after another, all ranks meeting in between.
+
+    So no launch waits for one that the tool holds back.
+    """
+
+    name = "ipc"
+
+    def __init__(self, rank: GpuRank) -> None:
+        (whole,) = rank.workspace.transport.steps(FinalizeScheme.EveryRank, 1)
+        self._rank, self._peers = rank, whole.peers
+
+    def steps(self, scheme: FinalizeScheme, num_tokens: int) -> list[Step]:
+        phases = [Phases.Send, Phases.Reduce]
+        phases += [] if scheme is FinalizeScheme.EveryRank else [Phases.Receive]
+        return [Step(phase, self._peers, self._meet) for phase in phases]
+
+    def _meet(self, stream: int) -> None:
+        self._rank.own_stream.synchronize()
+        self._rank.group.barrier()
+
+
+def finalized(num_ranks: int, tokens: int, hidden_size: int, top_k: int) -> None:
+    """A finalize by every scheme, the ranks being threads."""
+    case = make_case(num_ranks, tokens, hidden_size=hidden_size, top_k=top_k)
+
+    def work(group: Group) -> None:
+        for limits in LIMITS.values():
+            rank = GpuRank(group, case, limits=limits)
+            if num_ranks > 1:
+                rank.workspace.transport = StepByStep(rank)
+            case.check(rank.run(case)[0])
+            rank.workspace.close()
+
+    run_ranks(num_ranks, work, timeout_s=60.0)
 
 
 def main(level: str) -> None:
@@ -70,6 +102,8 @@ def main(level: str) -> None:
     from_logits(3, 8, 2, routing_method_type=1)
     fp4("mxfp8", Fp4Sizes(3))
     fp4("nvfp4", Fp4Sizes(3))
+    finalized(1, 2, 4096, 8)
+    finalized(2, 3, 264, 3)
     if level == "all":
         routed(1, 1, 1, ActivationType.Relu2)
         routed(37, 4, 2, ActivationType.SwigluStep, invalid="extremes", dtype="float32")
@@ -80,9 +114,10 @@ def main(level: str) -> None:
         from_logits(37, 64, 8, routing_method_type=2, n_group=8, topk_group=4)
         from_logits(5, 128, 1, routing_method_type=3)
         fp4("bf16", Fp4Sizes(37, block_bytes=64, local=(2, 3)))
-        finalized(3, 264, 3)
-        finalized(2, 4096, 8)
-        finalized(140, 8, 1)
+        finalized(1, 3, 264, 3)
+        finalized(1, 140, 8, 1)
+        finalized(2, 2, 4096, 8)
+        finalized(4, 9, 264, 3)
     cupy.cuda.Device().synchronize()
     print("CASES DONE")
 
