@@ -84,7 +84,7 @@ def test_sweep_repeats_close_tilings_against_the_choice(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("form", FORMS)
 def test_problems_of_fp4_layers_have_candidates(mode: str, form: str) -> None:
     workload = padded(FP4_WORKLOADS["W-C"], form)
-    problem = problem_of(workload, 64, mode, form)
+    problem = problem_of(workload, 64, mode, form, () if form == "whole" else (64, 64))
     assert problem.moe_format.value == mode
     assert problem.strategy == (None if form == "whole" else form)
     candidates = sweep.sensible_candidates(problem, DeviceTraits("sm_90a", 132))

@@ -124,6 +124,12 @@ class Fp4BenchLayer(BenchLayer):
         """Of all arrays."""
         return self.whole["gemm2_weights"].device
 
+    @property
+    def partition_sms(self) -> tuple[int, ...]:
+        """Multiprocessors of each partition; none of a whole layer."""
+        resources = (self.shards or {}).get("partition_resources")
+        return () if resources is None else tuple(resources.sm_counts)
+
     @cached_property
     def w1(self) -> Tensor:
         """FC1 weights in logical order, ``[up; gate]``: torch (EL, 2I, H/2), uint8."""

@@ -66,6 +66,11 @@ class BenchLayer(ABC):
     form: str
 
     @property
+    def partition_sms(self) -> tuple[int, ...]:
+        """Multiprocessors of each partition; none of a whole layer."""
+        return ()
+
+    @property
     def name(self) -> str:
         """For messages."""
         is_plain = (self.mode, self.form) == ("fp8", "whole")

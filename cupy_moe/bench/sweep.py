@@ -69,7 +69,11 @@ class SweepRow:
 
 
 def problem_of(
-    workload: Workload, num_tokens: int, mode: str = "fp8", form: str = "whole"
+    workload: Workload,
+    num_tokens: int,
+    mode: str = "fp8",
+    form: str = "whole",
+    partition_sms: tuple[int, ...] = (),
 ) -> MoeProblem:
     """Problem of a benchmark's call, as far as it matters for tiles; its output is finalized."""
     moe_format = MoeFormat(mode)
@@ -96,6 +100,7 @@ def problem_of(
         bias_dtype=None,
         moe_format=moe_format,
         strategy=None if form == "whole" else cast(Strategy, form),
+        partition_sms=partition_sms,
     )
 
 
@@ -125,7 +130,8 @@ def _sweep_layer(
 ) -> Iterator[list[SweepRow]]:
     device = DeviceTraits(arch_for(compute_capability(0)), sm_count(0))
     for num_tokens in tokens:
-        problem = problem_of(layer.workload, num_tokens, layer.mode, layer.form)
+        kind = layer.mode, layer.form, layer.partition_sms
+        problem = problem_of(layer.workload, num_tokens, *kind)
         candidates = sensible_candidates(problem, device)
         yield _sweep_batch(layer, layer.batch(num_tokens), candidates, replays)
         free_memory()
