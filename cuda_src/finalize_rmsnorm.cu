@@ -110,7 +110,7 @@ struct Exchange : Results {
       }
       row_sums.put(squares, first, part.end, piece, lane);
     }
-    row_sums.wait(part.end - part.begin, lane);
+    row_sums.wait(slots.count * (vectors_in_block / kWarpSize));
     float total[kTail] = {};
     add_normalized(total, slots, stashed, norm_weight, weight);
     if (in_tail) {

@@ -194,8 +194,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(workspace, "StreamOrder", _OneStream)
     monkeypatch.setattr(workspace, "import_cupy", lambda: _Cuda)
     monkeypatch.setattr(launches, "enqueue", enqueue)
-    for limit in ("MAX_THREADS", "SHARING_THREADS"):
-        monkeypatch.setattr(finalize_rmsnorm, limit, 128)  # a thread of the host each
+    monkeypatch.setattr(finalize_rmsnorm, "MAX_THREADS", 128)  # a thread of the host each
     monkeypatch.setattr(launches, "bind", bind)
     monkeypatch.setattr(launches, "load", load)
     monkeypatch.setattr(launches, "compute_capability", lambda device: (9, 0))

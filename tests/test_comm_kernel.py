@@ -13,7 +13,12 @@ import pytest
 from cupy_moe.comm import Group, NormOptions, launches
 from cupy_moe.comm.layout import SchemeLimits, choose_scheme
 from cupy_moe.kernels import finalize_rmsnorm
-from cupy_moe.kernels.finalize_rmsnorm import FinalizeRmsnormConfig, FinalizeScheme
+from cupy_moe.kernels.finalize_rmsnorm import (
+    MAX_GROUPS,
+    MAX_WARPS,
+    FinalizeRmsnormConfig,
+    FinalizeScheme,
+)
 from tests import emulated_ranks
 from tests.emulated_calls import LIMITS, SCHEMES, call, open_workspace
 from tests.emulated_ranks import early_successors, emulate, run_ranks
@@ -116,12 +121,11 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
 def test_warps_that_share_columns_change_no_bit(
     scheme: FinalizeScheme, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots on one to eight warps, in blocks alone and in clusters, token after token."""
+    """Slots on one to four warps, in blocks alone and in clusters, token after token."""
     case = make_case(num_ranks, 3, hidden_size=264, top_k=9, before=True)
     outputs = []
     for max_threads, num_clusters in ((32, 9), (64, 9), (128, 2), (256, 1), (512, 9)):
-        for limit in ("MAX_THREADS", "SHARING_THREADS"):
-            monkeypatch.setattr(finalize_rmsnorm, limit, max_threads)
+        monkeypatch.setattr(finalize_rmsnorm, "MAX_THREADS", max_threads)
         monkeypatch.setattr(launches, "resident_clusters", lambda *shape, n=num_clusters: n)
         monkeypatch.setattr(launches, "sm_count", lambda device, n=max_threads: n // 32)
         outputs.append(run_case(case, 2, limits=LIMITS[scheme]))
@@ -228,7 +232,8 @@ def test_counters_do_not_overflow(scheme: FinalizeScheme) -> None:
             group.barrier()
             for _ in range(9):
                 case.check(call(workspace, case))
-            return int(memory.reshape(-1, 64, 8)[:3, 0].max())
+            counters = memory[: b.capacity * MAX_WARPS * MAX_GROUPS]
+            return int(counters.reshape(-1, MAX_WARPS, MAX_GROUPS)[:3, 0].max())
 
     assert max(run_ranks(2, work)) < 3
 

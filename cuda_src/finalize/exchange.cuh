@@ -67,7 +67,7 @@ constexpr u32 kResultSentinel = kByExpert ? lamport::kF32Sentinel : lamport::kBf
 
 // Warps that share the 256 columns of a piece, each with some of the slots.
 constexpr i32 kGroups = Config::kNumGroups;
-constexpr i32 kMaxGroups = 8;
+constexpr i32 kMaxGroups = 4;
 static_assert(kMaxGroups % kGroups == 0, "counters are divided among the groups");
 
 // Number of a sender among the peers of a receiver, and back.

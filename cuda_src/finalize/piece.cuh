@@ -14,7 +14,7 @@
 namespace cupy_moe::finalize {
 
 // Vectors in flight hide the latency of a load, and cost four registers each.
-constexpr i32 kSentInFlight = min(kNumRanks > 4 ? 4 : 8, kMaxGroups / kGroups);
+constexpr i32 kSentInFlight = min(kNumRanks > 4 ? 4 : 8, 8 / kGroups);
 // Of a slot that is reduced there is one from every rank. NOTE: for sm_100 and later ptxas would
 // spill with eight slots of two ranks.
 #if __CUDA_ARCH__ >= 1000

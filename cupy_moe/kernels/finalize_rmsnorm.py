@@ -40,10 +40,9 @@ MAX_CLUSTER = 8  # blocks; every device with clusters can have as many
 COLUMNS_PER_WARP = 256
 MAX_WARPS = MAX_HIDDEN_SIZE // COLUMNS_PER_WARP
 MAX_THREADS = 512
-SHARING_THREADS = 256  # a multiprocessor has the registers for two such blocks: the next launch's
 VECTOR_BYTES = 16  # eight columns
 STATIC_SMEM = 2 * MAX_WARPS * MAX_TOP_K * 4 + 16
-GROUPS = (1, 2, 4, 8)
+GROUPS = (1, 2, 4)  # of warps that share columns; eight are no faster (two H200)
 MAX_GROUPS = max(GROUPS)
 
 
@@ -170,7 +169,7 @@ def possible_shapes(
         rows = top_k * of_columns * VECTOR_BYTES
         groups = MAX_GROUPS
         while groups > 1 and (
-            groups > top_k or of_columns * groups > SHARING_THREADS or 2 * rows > most
+            groups > top_k or of_columns * groups > MAX_THREADS or 2 * rows > most
         ):
             groups //= 2
         smem = rows if groups == 1 else 2 * rows
