@@ -1,0 +1,30 @@
+"""Measured times of the tensor-parallel finalize, beside all-reduces of the same rows.
+
+Rows are recorded as evidence; speed is not asserted. ``cupy_moe.bench.finalize`` defines what is
+timed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from cupy_moe.bench.finalize import measure_finalize
+from tests.gpu.finalize_ranks import need_gpus
+from tests.gpu_evidence import Evidence
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = (1, 4, 16, 64, 256, 2048)
+REPLAYS = 15
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_finalize(num_ranks: int, evidence: Evidence) -> None:
+    """One process a GPU; with more than two, every scheme as well."""
+    need_gpus(num_ranks)
+    rows = measure_finalize(TOKENS, REPLAYS, schemes=num_ranks > 2, ranks=[num_ranks])
+    assert [row.num_tokens for row in rows] == list(TOKENS)
+    for row in rows:
+        assert row.failures == {}
+        assert all(us > 0 for us in row.us.values())
+        evidence.benchmark(f"finalize/P{num_ranks}/T{row.num_tokens:05d}", row.as_dict())
