@@ -52,12 +52,13 @@ def _tile_counter(plan: MoePlan, config: GemmConfig, scratch: dict[str, int], pa
 def _token_map(
     device: int, config: GemmConfig, address: int, rows: int, row_bytes: int, pitch: int
 ) -> bytes:
-    """Map of token rows that are not gathered: boxes of rows by 128 bytes."""
+    """Map of [row_bytes / 128, rows, 128] of token rows that are not gathered."""
     if config.mainloop_kind is not MainloopKind.Wgmma or config.gather_tokens:
         return NO_TENSOR_MAP
-    box = (_TOKEN_ROW_BYTES, config.token_box)
+    shape = (_TOKEN_ROW_BYTES, rows, row_bytes // _TOKEN_ROW_BYTES)
+    box = (_TOKEN_ROW_BYTES, config.token_box, config.token_box_windows)
     with device_guard(device):
-        return encode_tensor_map(address, (row_bytes, rows), (pitch,), box)
+        return encode_tensor_map(address, shape, (pitch, _TOKEN_ROW_BYTES), box)
 
 
 def _shared_params(

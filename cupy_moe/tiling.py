@@ -56,7 +56,7 @@ def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
         Tiling(fc1.tile_n, fc1.tile_m, fc2.tile_m, gather, sort, roomy)
         for fc1 in shapes
         for fc2 in shapes
-        for gather in gather_choices(kind, fc1.tile_m, fc1.tile_n)
+        for gather in gather_choices(kind, fc1.tile_n)
         for sort in sort_choices(fc1.tile_n, problem.num_slots)
         for roomy in ((False, True) if len(fc1.blocks + fc2.blocks) > 2 else (False,))
         if fc1.tile_n == fc2.tile_n
@@ -73,8 +73,8 @@ def multiprocessors(problem: MoeProblem, device: DeviceTraits) -> int:
 # Largest average number of rows an expert for which a token tile is best: large enough that nearly
 # every expert hit needs one tile, so that its weights are read once. Measured on an H200.
 _WGMMA_SHARES = {8: 2.0, 16: 7.0, 32: 20.0, 64: 40.0}
-# Of FP4 layers, whose weights are widened again for every token tile; a guess.
-_FP4_WGMMA_SHARES = {8: 4.0, 16: 9.0, 32: 20.0, 64: 48.0}
+# Of FP4 layers, whose weights are widened again for every token tile.
+_FP4_WGMMA_SHARES = {8: 4.0, 16: 9.0, 32: 22.0, 48: 36.0}
 _COMPUTE_BOUND_SHARE = 128.0  # from here on larger weight tiles win over finer waves
 _TOLERATED_IDLE = 0.05  # of the multiprocessors, averaged over the waves
 _UNEVEN_TILE_N = 64  # from here on the time of a tile follows its rows in use
@@ -94,13 +94,13 @@ def _share(problem: MoeProblem) -> float:
 def _choose_tile_n(problem: MoeProblem, kind: MainloopKind) -> int:
     share = _share(problem)
     has_blocks = problem.moe_format.has_block_scales
+    tiles = sorted({shape.tile_n for shape in tile_shapes(kind, problem.moe_format)})
     if kind is MainloopKind.Wgmma:
         shares = _FP4_WGMMA_SHARES if has_blocks else _WGMMA_SHARES
-        return next((tile for tile, most in shares.items() if share <= most), 128)
+        return next((tile for tile, most in shares.items() if share <= most), tiles[-1])
     if has_blocks:
         # A second tile of an expert widens its weights again: room for most of the spread, too.
         share += 2 * math.sqrt(share)
-    tiles = sorted({shape.tile_n for shape in tile_shapes(kind, problem.moe_format)})
     return next((tile for tile in tiles if tile >= share), tiles[-1])
 
 
@@ -113,6 +113,21 @@ def _expected_waves(
     return rows // tile_m * token_tiles / num_sms
 
 
+def _choose_fp4_tile_m(
+    problem: MoeProblem, rows: int, shapes: list[TileShape], num_sms: int
+) -> int:
+    """128 rows, or fewer where blocks would have no tile; the most where tensor cores count."""
+    if shapes[0].tile_n >= _UNEVEN_TILE_N:
+        return max(shape.tile_m for shape in shapes)
+    shapes = sorted((s for s in shapes if s.tile_m <= 128), key=lambda s: -s.tile_m)
+
+    def waves(shape: TileShape) -> float:
+        num_blocks = num_sms * shape.blocks[0]
+        return _expected_waves(problem, rows, shape.tile_m, shape.tile_n, num_blocks)
+
+    return next((shape.tile_m for shape in shapes if waves(shape) >= 1), shapes[-1].tile_m)
+
+
 def _choose_tile_m(problem: MoeProblem, rows: int, tile_n: int, num_sms: int) -> int:
     """Largest tile whose last wave leaves few multiprocessors idle, else the least idle one."""
     shapes = [
@@ -120,6 +135,8 @@ def _choose_tile_m(problem: MoeProblem, rows: int, tile_n: int, num_sms: int) ->
         for shape in tile_shapes(MainloopKind.Wgmma, problem.moe_format)
         if shape.tile_n == tile_n and rows % shape.tile_m == 0
     ]
+    if problem.moe_format.has_block_scales:
+        return _choose_fp4_tile_m(problem, rows, shapes, num_sms)
     if _share(problem) < _COMPUTE_BOUND_SHARE:
         shapes = [shape for shape in shapes if shape.tile_m <= 128] or shapes
 
@@ -144,8 +161,7 @@ def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
         tile_n,
         fc1_tile_m,
         fc2_tile_m,
-        gather=kind is MainloopKind.Mma
-        or (tile_n < 128 and True in gather_choices(kind, fc1_tile_m, tile_n)),
+        gather=True in gather_choices(kind, tile_n),
         sort=waves <= _FEW_WAVES and True in sort_choices(tile_n, problem.num_slots),
     )
 

@@ -40,7 +40,7 @@ INSTRUCTIONS = {
     # mma.sync m16n8k16, FP16 or BF16 in, FP32 sums; cp.async.
     MainloopKind.Mma: {"Fc1": ("HMMA.16816.F32", "LDGSTS"), "Fc2": ("HMMA.16816.F32", "LDGSTS")},
     # wgmma; tensor copies. FC1 gathers by cp.async or has its rows in place.
-    MainloopKind.Wgmma: {"Fc1": ("GMMA.64x", "UTMALDG.4D"), "Fc2": ("GMMA.64x", "UTMALDG.2D")},
+    MainloopKind.Wgmma: {"Fc1": ("GMMA.64x", "UTMALDG.4D"), "Fc2": ("GMMA.64x", "UTMALDG.3D")},
 }
 # wgmma on E4M3, or on BF16 with FP32 sums and the scales of the weights by bulk copies.
 WGMMA_OF_E4M3 = ("QGMMA.64x",)

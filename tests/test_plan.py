@@ -106,12 +106,28 @@ def test_a_tiling_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "on_h200", "on_a100"),
-    [(1, 8, 8), (64, 8, 8), (128, 16, 16), (256, 32, 32), (4096, 128, 64)],
+    [(1, 8, 8), (64, 8, 8), (128, 16, 16), (256, 32, 32), (4096, 96, 64)],
 )
 def test_most_experts_of_fp4_layers_have_one_tile(tokens: int, on_h200: int, on_a100: int) -> None:
     problem = replace(LAYER, num_tokens=tokens, moe_format=MoeFormat.Bf16)
     assert choose_tiling(problem, H200).tile_n == on_h200
     assert choose_tiling(problem, A100).tile_n == on_a100
+
+
+@pytest.mark.parametrize(("hidden", "tile_m"), [(3072, 256), (23 * 128, 128)])
+def test_many_tokens_of_fp4_layers_share_as_many_weight_rows_as_divide(
+    hidden: int, tile_m: int
+) -> None:
+    problem = replace(LAYER, num_tokens=4096, hidden_size=hidden, moe_format=MoeFormat.Bf16)
+    tiling = choose_tiling(problem, H200)
+    assert (tiling.fc1_tile_m, tiling.fc2_tile_m, tiling.gather) == (256, tile_m, False)
+
+
+def test_few_tiles_of_fp4_layers_are_small_ones() -> None:
+    sizes = {"num_tokens": 1, "moe_format": MoeFormat.Bf16}
+    assert choose_tiling(replace(LAYER, **sizes), H200).fc1_tile_m == 64
+    many = choose_tiling(replace(LAYER, **sizes | {"num_tokens": 64}), H200)
+    assert (many.fc1_tile_m, many.fc2_tile_m) == (128, 128)
 
 
 def test_partitions_are_tiled_for_their_own_multiprocessors() -> None:

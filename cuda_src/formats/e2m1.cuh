@@ -13,14 +13,17 @@ namespace cupy_moe::formats {
 constexpr float kE2m1Scale = 0x1p126f;
 
 // Eight codes of a word as four pairs of BF16, elements (i, i + 4), each times `scale` /
-// kE2m1Scale. Additions of shifted copies as products: they run beside the logic instructions.
+// kE2m1Scale. Additions of shifted copies as products: they run beside the logic instructions. Of
+// the last pair the signs are in place.
 __device__ __forceinline__ void widen_e2m1x8(u32 codes, u32 scale, u32 (&pairs)[4]) {
-  constexpr u32 kPlaces = 0x81C081C0u;  // of the sign and the magnitude
-  const u32 upper = codes >> 8;
+  constexpr u32 kSigns = 0x80008000u;
+  constexpr u32 kMagnitudes = 0x01C001C0u;
+  constexpr u32 kPlaces = kSigns | kMagnitudes;
+  const u32 upper = codes >> 6;
   pairs[0] = mul_bf16x2(((codes & 0x000F000Fu) * 0x1040u) & kPlaces, scale);
   pairs[1] = mul_bf16x2(((codes & 0x00F000F0u) * 0x0104u) & kPlaces, scale);
-  pairs[2] = mul_bf16x2(((upper & 0x000F000Fu) * 0x1040u) & kPlaces, scale);
-  pairs[3] = mul_bf16x2(((upper & 0x00F000F0u) * 0x0104u) & kPlaces, scale);
+  pairs[2] = mul_bf16x2(((upper & 0x003C003Cu) * 0x0410u) & kPlaces, scale);
+  pairs[3] = mul_bf16x2((codes & kSigns) | (upper & kMagnitudes), scale);
 }
 
 // Nearest value of the format, ties to the even code, saturating; NaN becomes 6.

@@ -38,7 +38,10 @@ struct FeedWgmma {
   static constexpr i32 kConsumerWarps = 4 * kConsumers;
   static constexpr i32 kTokenWarps = Config::kGatherTokens ? 2 : 1;
   static constexpr i32 kTokenWindowBytes = Config::kTileN * kTokenRowBytes;
-  static constexpr i32 kTokenBox = min(Config::kTileN, 32);  // rows of one tensor copy
+  // A tensor copy of tokens brings so many rows of so many windows.
+  static constexpr i32 kTokenBox = Config::kTokenBox;
+  static constexpr i32 kTokenBoxes = Config::kTileN / kTokenBox;
+  static constexpr i32 kBoxWindows = kTokenBoxes > 1 ? 1 : kWindows;
   static constexpr i32 kScaledRows = kIsFc1<Config> ? Config::kTileN : 1;
 
   using Ring = RingCursor<kNumStages>;
@@ -48,10 +51,11 @@ struct FeedWgmma {
     alignas(1024) u8 tokens[kNumStages][kWindows * kTokenWindowBytes];
     u8 weights[kNumStages][Stage::kWeightBytes];  // aligned as much, in the 128-byte swizzle
     alignas(16) u8 staging[kConsumers][2][Config::kStagingBytes];
-    float token_scale[kConsumers][kScaledRows];
-    alignas(8) u64 full[kNumStages];
-    u64 empty[kNumStages];
     Queue queue;
+    u64 full[kNumStages];
+    u64 empty[kNumStages];
+    float token_scale[kConsumers][kScaledRows];
+    epilogue::ExpertScales expert_scales[kConsumers];  // FC1 only
   };
 
   __device__ static i32 num_windows(const Params& p) { return p.k / Stage::kWindow; }
@@ -89,8 +93,10 @@ struct FeedWgmma {
     typename Queue::Cursor queued;
     u32 index = blockIdx.x;
     while (true) {
-      smem.queue.push(queued, index);
-      if (!tiles.locate(index, tile)) return;
+      const bool found = tiles.locate(index, tile);
+      if (!found) tile.num_rows = 0;
+      smem.queue.push(queued, tile);
+      if (!found) return;
       const u32 next =
           gridDim.x + (p.tile_counter != nullptr ? atomicAdd(p.tile_counter, 1u) : index);
       for (i32 step = 0; step < num_steps(p); ++step, ring.advance()) {
@@ -101,33 +107,30 @@ struct FeedWgmma {
     }
   }
 
-  // Only the boxes with rows in use are copied.
-  __device__ static void copy_tokens(Smem& smem, const Params& p, i32 lane) {
-    const TileList<Config> tiles(p, smem);
+  // By one thread. Of several boxes a window, only those with rows in use are copied. What lies
+  // past the end of K arrives as zeros.
+  __device__ static void copy_tokens(Smem& smem, const Params& p) {
     Tile tile;
     Ring ring;
     typename Queue::Cursor queued;
-    while (tiles.locate(smem.queue.pop(queued), tile)) {
-      if (lane == 0) copy_token_tile(smem, p, tile, ring);
-      __syncwarp();
-    }
-  }
-
-  __device__ static void copy_token_tile(Smem& smem, const Params& p, const Tile& tile,
-                                         Ring& ring) {
-    const i32 num_boxes = ceil_div(tile.num_rows, kTokenBox);
-    const i32 num_all = num_windows(p);
-    for (i32 window = 0; window < num_all; window += kWindows, ring.advance()) {
-      const i32 num_windows = min(kWindows, num_all - window);
-      ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot],
-                                     num_windows * num_boxes * kTokenBox * kTokenRowBytes);
-      for (i32 i = 0; i < num_windows; ++i) {
-        u8* tokens = smem.tokens[ring.slot] + i * kTokenWindowBytes;
-        for (i32 box = 0; box < num_boxes; ++box) {
-          ptx::tma_load_2d(tokens + box * kTokenBox * kTokenRowBytes, &p.token_map,
-                           &smem.full[ring.slot], (window + i) * kTokenRowBytes,
-                           tile.first_row + box * kTokenBox, ptx::L2Hint::EvictNormal);
+    while (smem.queue.pop_alone(queued, tile)) {
+      const i32 num_boxes = ceil_div(tile.num_rows, kTokenBox);
+      const i32 box_bytes = kTokenBox * kTokenRowBytes;
+      const i32 num_all = num_windows(p);
+#pragma unroll 1
+      for (i32 window = 0; window < num_all; window += kWindows, ring.advance()) {
+        ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(&smem.full[ring.slot], kWindows * num_boxes * box_bytes);
+#pragma unroll
+        for (i32 i = 0; i < kWindows; i += kBoxWindows) {
+          u8* tokens = smem.tokens[ring.slot] + i * kTokenWindowBytes;
+#pragma unroll
+          for (i32 box = 0; box < kTokenBoxes; ++box) {
+            if (box >= num_boxes) break;
+            ptx::tma_load_3d(tokens + box * box_bytes, &p.token_map, &smem.full[ring.slot], 0,
+                             tile.first_row + box * kTokenBox, window + i,
+                             ptx::L2Hint::EvictNormal);
+          }
         }
       }
     }
@@ -138,9 +141,9 @@ struct FeedWgmma {
   __device__ static void gather_tokens(Smem& smem, const Params& p, i32 warp, i32 lane) {
     constexpr i32 kRowsAtOnce = 4 * kTokenWarps;
     constexpr i32 kPasses = Config::kTileN / kRowsAtOnce;
-    constexpr i32 kAhead = max(1, min(Queue::kDepth, kNumStages / 2 - 1));
+    constexpr i32 kAhead = kNumStages > 2 ? max(1, min(Queue::kDepth, kNumStages / 2 - 1)) : 0;
     static_assert(kRowsAtOnce == 8, "rows of one pass are one atom of the swizzle");
-    static_assert(kAhead < kNumStages, "a stage is announced before its successors fill the ring");
+    static_assert(kAhead + 2 <= kNumStages, "a stage may be held until the next one is announced");
     const i32 row = 4 * warp + lane / 8;
     const i32 vector = lane % 8;
     const i32 offset = row * kTokenRowBytes + ((vector ^ row) * 16);  // the 128-byte swizzle
@@ -152,12 +155,11 @@ struct FeedWgmma {
       ring.advance();
     };
 
-    const TileList<Config> tiles(p, smem);
     Tile tile;
     Ring ring, announced;
     typename Queue::Cursor queued;
     i32 in_flight = 0;
-    while (tiles.locate(smem.queue.pop(queued), tile)) {
+    while (smem.queue.pop(queued, tile)) {
       u32 source[kPasses];  // past the rows in use, the last of them again
 #pragma unroll
       for (i32 i = 0; i < kPasses; ++i) {
@@ -170,17 +172,18 @@ struct FeedWgmma {
       for (i32 left = num_windows(p); left > 0; left -= kWindows, ring.advance()) {
         ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
         u8* tokens = smem.tokens[ring.slot] + offset;
-#pragma unroll 1
-        for (i32 w = 0; w < kWindows; ++w) {
-          if (w > 0 && w >= left) break;
 #pragma unroll
-          for (i32 i = 0; i < kPasses; ++i) {
-            if (i * kRowsAtOnce >= tile.num_rows) break;
+        for (i32 i = 0; i < kPasses; ++i) {
+          if (i * kRowsAtOnce >= tile.num_rows) break;
+          const u8* vectors = column + static_cast<u64>(source[i]) * row_bytes;
+#pragma unroll
+          for (i32 w = 0; w < kWindows; ++w) {
+            if (w > 0 && w >= left) break;
             ptx::cp_async_cg_16(tokens + w * kTokenWindowBytes + i * kRowsAtOnce * kTokenRowBytes,
-                                column + static_cast<u64>(source[i]) * row_bytes);
+                                vectors + w * kTokenRowBytes);
           }
-          column += kTokenRowBytes;
         }
+        column += kWindows * kTokenRowBytes;
         ptx::cp_async_commit_group();
         if (in_flight == kAhead) {
           ptx::cp_async_wait_group<kAhead>();

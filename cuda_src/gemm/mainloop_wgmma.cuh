@@ -51,7 +51,7 @@ struct MainloopWgmma {
   // Of a thread. Gathering needs an address a row, of which small tiles have few.
   static constexpr i32 kLaunchRegisters = 65536 / (kNumThreads * Config::kMinBlocks) / 8 * 8;
   static constexpr bool kFewRegisters = kLaunchRegisters < 128;
-  static constexpr i32 kGatherRegisters = kFewRegisters ? (Config::kTileN < 32 ? 32 : 40) : 72;
+  static constexpr i32 kGatherRegisters = kFewRegisters ? max(32, 24 + Config::kTileN / 2) : 72;
   static constexpr i32 kCopyRegisters = kFewRegisters ? 32 : 40;
   static constexpr i32 kProducerRegisters =
       Config::kGatherTokens ? kGatherRegisters : kCopyRegisters;
@@ -85,22 +85,37 @@ struct MainloopWgmma {
     __device__ __forceinline__ void acquire_staging() { half ^= 1; }
   };
 
+  // What the epilogue of FC1 needs arrives while products run, which need the registers.
+  __device__ __forceinline__ static void stage_scales(Smem& smem, const Params& p,
+                                                      const Group& group, const Tile& tile) {
+    if (group.thread < tile.num_rows) {
+      smem.token_scale[group.index][group.thread] =
+          load_token_scale<Config>(p, smem, tile.first_row + group.thread);
+    }
+    if (group.thread == kGroupThreads - 1) {
+      smem.expert_scales[group.index] = load_scales<Config>(p, tile.expert);
+    }
+  }
+
   template <typename Epilogue>
   __device__ static void consume(Smem& smem, const Params& p, i32 index, Epilogue epilogue) {
     Group group{index, static_cast<i32>(threadIdx.x) % kGroupThreads, smem};
-    const TileList<Config> tiles(p, smem);
     Tile tile;
     Ring ring;
     typename Queue::Cursor queued;
-    while (tiles.locate(smem.queue.pop(queued), tile)) {
-      const epilogue::ExpertScales scales = load_scales<Config>(p, tile.expert);
-      if (kIsFc1<Config> && group.thread < tile.num_rows) {
-        smem.token_scale[index][group.thread] =
-            load_token_scale<Config>(p, smem, tile.first_row + group.thread);
+    while (smem.queue.pop(queued, tile)) {
+      epilogue::ExpertScales scales;
+      if constexpr (kIsFc1<Config>) {
+        stage_scales(smem, p, group, tile);
+      } else {
+        scales = load_scales<Config>(p, tile.expert);
       }
       Accumulators acc;  // of columns in use
       Products::multiply(smem, ring, tile, index, Feed::num_windows(p), acc);
-      if constexpr (kIsFc1<Config>) group.sync();  // token_scale
+      if constexpr (kIsFc1<Config>) {
+        group.sync();
+        scales = smem.expert_scales[index];
+      }
       epilogue(tile, group, acc, scales);
     }
   }
@@ -124,7 +139,7 @@ struct MainloopWgmma {
     if (warp >= kConsumerWarps) {
       ptx::setmaxnreg_dec<kProducerRegisters>();
       const i32 producer = warp - kConsumerWarps;
-      if (producer == 0 && lane == 0) {
+      if (producer == 0 && ptx::elect_sync()) {
         ptx::prefetch_tensor_map(&p.weight_map);
         Feed::prefetch_weights(p);
         if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
@@ -136,7 +151,7 @@ struct MainloopWgmma {
           Feed::gather_tokens(smem, p, producer - 2, lane);
         } else {
           ptx::fence_proxy_async_global();
-          Feed::copy_tokens(smem, p, lane);
+          if (ptx::elect_sync()) Feed::copy_tokens(smem, p);
         }
       }
     } else {

@@ -30,12 +30,12 @@ struct ProductsE4m3 {
     const ptx::Swizzle128Operand weights(smem.weights[0] + group * kGroupRows * kTileBytesK);
     const ptx::Swizzle128Operand tokens(smem.tokens[0]);
     auto issue = [&](float* d, i32 m) {
-      const u32 a = ring.slot * sizeof(smem.weights[0]) + m * 64 * kTileBytesK;
-      const u32 b = ring.slot * sizeof(smem.tokens[0]);
+      const ptx::Swizzle128Operand a = weights.at(ring.slot * sizeof(smem.weights[0]));
+      const ptx::Swizzle128Operand b = tokens.at(ring.slot * sizeof(smem.tokens[0]));
       ptx::wgmma_fence();
 #pragma unroll
       for (i32 k = 0; k < kTileBytesK; k += 32) {
-        ptx::WgmmaE4m3<kN>::mma(d, weights.descriptor(a + k), tokens.descriptor(b + k), k != 0);
+        ptx::WgmmaE4m3<kN>::mma(d, a.descriptor(m * 64 * kTileBytesK + k), b.descriptor(k), k != 0);
       }
       ptx::wgmma_commit_group();
     };

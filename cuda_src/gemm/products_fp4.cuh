@@ -2,8 +2,9 @@
 // tensor cores take them, and meet BF16 tokens in shared memory.
 //
 // A weight times its scale is exact in BF16, and so are the products in the FP32 accumulators. A
-// unit is one window of K of 64 rows. While the products of a unit run, the next one is widened.
-// What executes per weight bounds this loop, not the tensor cores.
+// step is one window of K of all rows of a group: its descriptors, waits and loads are shared by
+// units of 64 rows. What executes per weight bounds this loop in small tiles, the tensor cores in
+// large ones.
 #pragma once
 
 #include "common/types.cuh"
@@ -18,19 +19,17 @@ namespace cupy_moe::gemm {
 
 // Columns of the products of a token tile, in ascending order. In a large tile padding would cost
 // time of the tensor cores.
-template <i32... kN>
-struct Widths {};
 template <i32 kTileN>
 struct ProductWidths {
-  using type = Widths<kTileN>;
+  static constexpr i32 kWidths[] = {kTileN};
 };
 template <>
-struct ProductWidths<64> {
-  using type = Widths<32, 48, 64>;
+struct ProductWidths<48> {
+  static constexpr i32 kWidths[] = {32, 48};
 };
 template <>
-struct ProductWidths<128> {
-  using type = Widths<32, 64, 72, 80, 96, 128>;
+struct ProductWidths<96> {
+  static constexpr i32 kWidths[] = {32, 48, 64, 72, 80, 96};
 };
 
 template <typename Config>
@@ -42,13 +41,17 @@ struct ProductsFp4 {
   using Ring = typename Feed::Ring;
   static constexpr i32 kGroupRows = Feed::kGroupRows;
   static constexpr i32 kFragsM = kGroupRows / 64;
-  // NOTE: ptxas gives every unit of straight code its own registers.
-  static constexpr i32 kUnrolledWindows = kFragsM == 1 ? Stage::kWindows : 1;
-  static constexpr float kAccScale = Scale::kGain;
   static constexpr i32 kTileN = Config::kTileN;
-  using Accumulators = float[kFragsM][kTileN / 8][4];
-  using Columns = typename ProductWidths<kTileN>::type;
-  using Fragments = u32[4][4];  // of the four products of a unit
+  // Groups of products that may run while the next ones are widened: a second set of fragments
+  // takes registers, and other warps of a scheduler fill the time as well.
+  static constexpr i32 kPending = kFragsM * Feed::kConsumers * Config::kMinBlocks < 4 ? 1 : 0;
+  static constexpr float kAccScale = Scale::kGain;
+  using UnitAccumulators = float[kTileN / 8][4];
+  using Accumulators = UnitAccumulators[kFragsM];
+  static constexpr auto& kWidths = ProductWidths<kTileN>::kWidths;
+  static constexpr i32 kNumWidths = sizeof(kWidths) / sizeof(kWidths[0]);
+  template <i32 kUnits>
+  using Fragments = u32[kUnits][4][4];  // of the four products of each
 
   // What a thread has of a unit: of rows g and g + 8 eight bytes of codes, and their scale.
   struct Codes {
@@ -82,18 +85,19 @@ struct ProductsFp4 {
     }
   };
 
-  __device__ __forceinline__ static Codes load(const u8* stage, const Place& place, i32 window,
-                                               i32 m) {
-    const u8* codes = stage + place.codes + window / 2 * Stage::kBoxBytes + window % 2 * 32 +
-                      64 * m * Stage::kBoxRowBytes;
+  // A unit of a stage, counted window by window.
+  __device__ __forceinline__ static Codes load(const u8* stage, const Place& place, i32 unit) {
+    const i32 window = unit / kFragsM;
+    const i32 first_row = unit % kFragsM * 64;
+    const u8* codes = stage + place.codes + window / 2 * Stage::kBoxBytes + window % 2 * 32;
     const i32 column = window * Stage::kWindow / Scale::kBlock;
-    const u8* scales =
-        stage + place.scales + column / 4 * Stage::kScaleTileBytes + column % 4 + 8 * m;
+    const u8* scales = stage + place.scales + column / 4 * Stage::kScaleTileBytes + column % 4;
     Codes result;
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
-      result.words[i] = *reinterpret_cast<const uint2*>(codes + 8 * i * Stage::kBoxRowBytes);
-      result.scales[i] = scales[8 * i * 16];
+      const i32 row = first_row + 8 * i;
+      result.words[i] = *reinterpret_cast<const uint2*>(codes + row * Stage::kBoxRowBytes);
+      result.scales[i] = scales[Place::scale_row(row)];
     }
     return result;
   }
@@ -120,7 +124,7 @@ struct ProductsFp4 {
   }
 
   template <bool kRare>
-  __device__ __forceinline__ static void widen(const Codes& codes, Fragments& a) {
+  __device__ __forceinline__ static void widen(const Codes& codes, u32 (&a)[4][4]) {
     u32 scales[2] = {codes.scales[0], codes.scales[1]};
     u32 second[2];
     if constexpr (kRare) {
@@ -147,51 +151,59 @@ struct ProductsFp4 {
     }
   }
 
-  template <i32 kN>
-  __device__ __forceinline__ static void issue(const Fragments& a,
-                                               const ptx::Swizzle128Operand& tokens, float* d) {
+  // Products of units of one window.
+  template <i32 kN, i32 kUnits>
+  __device__ __forceinline__ static void issue(const Fragments<kUnits>& a,
+                                               const ptx::Swizzle128Operand& tokens, i32 window,
+                                               UnitAccumulators* acc) {
+    const u64 descriptor = tokens.descriptor(window * Feed::kTokenWindowBytes);
     ptx::wgmma_fence();
 #pragma unroll
-    for (i32 k = 0; k < 4; ++k) ptx::WgmmaBf16<kN>::mma(d, a[k], tokens.descriptor(32 * k));
+    for (i32 k = 0; k < 4; ++k) {
+#pragma unroll
+      for (i32 m = 0; m < kUnits; ++m) {
+        ptx::WgmmaBf16<kN>::mma(&acc[m][0][0], a[m][k], descriptor + 2 * k);
+      }
+    }
     ptx::wgmma_commit_group();
   }
 
   // By the narrowest product that covers the columns in use. The branch costs less than a loop for
-  // every width, between which the accumulators would have to be moved.
-  template <i32... kN>
-  __device__ __forceinline__ static void issue_narrowest(Widths<kN...>, const Fragments& a,
+  // every width: ptxas gives each of them its own registers for fragments.
+  template <i32 kUnits, i32 kFirst = 0, i32 kLast = kNumWidths - 1>
+  __device__ __forceinline__ static void issue_narrowest(const Fragments<kUnits>& a,
                                                          const ptx::Swizzle128Operand& tokens,
-                                                         i32 num_columns, float* d) {
-    auto issued = [&]<i32 kWidth>() {
-      if (kWidth < kTileN && num_columns > kWidth) return false;
-      issue<kWidth>(a, tokens, d);
-      return true;
-    };
-    (issued.template operator()<kN>() || ...);
+                                                         i32 window, i32 num_columns,
+                                                         UnitAccumulators* acc) {
+    constexpr i32 kMiddle = (kFirst + kLast) / 2;
+    if constexpr (kFirst == kLast) {
+      issue<kWidths[kFirst], kUnits>(a, tokens, window, acc);
+    } else if (num_columns <= kWidths[kMiddle]) {
+      issue_narrowest<kUnits, kFirst, kMiddle>(a, tokens, window, num_columns, acc);
+    } else {
+      issue_narrowest<kUnits, kMiddle + 1, kLast>(a, tokens, window, num_columns, acc);
+    }
   }
 
-  // A whole stage. When its second unit is widened, the products of the stage before have ended.
+  // A whole stage. The products of the stage before end with its first steps.
   template <typename Release>
   __device__ __forceinline__ static void multiply_stage(const u8* stage, const Place& place,
                                                         const ptx::Swizzle128Operand& tokens,
                                                         i32 num_columns, Accumulators& acc,
                                                         Release release_before) {
-    Codes next = load(stage, place, 0, 0);
-#pragma unroll kUnrolledWindows
+#pragma unroll
     for (i32 window = 0; window < Stage::kWindows; ++window) {
+      Fragments<kFragsM> a;
 #pragma unroll
       for (i32 m = 0; m < kFragsM; ++m) {
-        const Codes codes = next;
-        const i32 next_window = window + (m + 1) / kFragsM;
-        if (next_window < Stage::kWindows)
-          next = load(stage, place, next_window, (m + 1) % kFragsM);
-        ptx::wgmma_wait_group<1>();
-        if (window * kFragsM + m == 1) release_before();
-        Fragments a;
-        widen<false>(codes, a);
-        issue_narrowest(Columns{}, a, tokens.at(window * Feed::kTokenWindowBytes), num_columns,
-                        &acc[m][0][0]);
+        const Codes codes = load(stage, place, window * kFragsM + m);
+        if (m == 0) {
+          ptx::wgmma_wait_group<kPending>();
+          if (window == kPending) release_before();
+        }
+        widen<false>(codes, a[m]);
       }
+      issue_narrowest<kFragsM>(a, tokens, window, num_columns, acc);
     }
   }
 
@@ -203,10 +215,9 @@ struct ProductsFp4 {
     for (i32 window = 0; window < num_windows; ++window) {
 #pragma unroll
       for (i32 m = 0; m < kFragsM; ++m) {
-        Fragments a;
-        widen<Scale::kHasRare>(load(stage, place, window, m), a);
-        issue_narrowest(Columns{}, a, tokens.at(window * Feed::kTokenWindowBytes), num_columns,
-                        &acc[m][0][0]);
+        Fragments<1> a;
+        widen<Scale::kHasRare>(load(stage, place, window * kFragsM + m), a[0]);
+        issue_narrowest<1>(a, tokens, window, num_columns, acc + m);
         ptx::wgmma_wait_group<0>();
       }
     }
@@ -214,11 +225,10 @@ struct ProductsFp4 {
 
   // acc = weights[kGroupRows, K] * tokens[num_rows, K]^T of a tile; columns not in use get
   // anything.
-  __device__ static void multiply(Smem& smem, Ring& ring, const Tile& tile, i32 group,
-                                  i32 num_windows, Accumulators& acc) {
+  __device__ __forceinline__ static void multiply(Smem& smem, Ring& ring, const Tile& tile,
+                                                  i32 group, i32 num_windows, Accumulators& acc) {
     const ptx::Swizzle128Operand tokens(smem.tokens[0]);
     const Place place(tile, group);
-    const i32 num_columns = __shfl_sync(~0u, tile.num_rows, 0);  // lets the compiler see uniformity
     auto release = [&](i32 slot) {
       if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&smem.empty[slot]);
     };
@@ -231,7 +241,7 @@ struct ProductsFp4 {
         ptx::mbarrier_wait_parity(&smem.full[ring.slot], ring.parity);
         const u8* stage = smem.weights[ring.slot];
         if (any_rare(stage, place)) break;
-        multiply_stage(stage, place, tokens.at(ring.slot * sizeof(smem.tokens[0])), num_columns,
+        multiply_stage(stage, place, tokens.at(ring.slot * sizeof(smem.tokens[0])), tile.num_rows,
                        acc, [&] {
                          if (before >= 0) release(before);
                        });
@@ -244,7 +254,7 @@ struct ProductsFp4 {
       ptx::mbarrier_wait_parity(&smem.full[ring.slot], ring.parity);
       multiply_carefully(smem.weights[ring.slot], place,
                          tokens.at(ring.slot * sizeof(smem.tokens[0])),
-                         min(num_windows, Stage::kWindows), num_columns, acc);
+                         min(num_windows, Stage::kWindows), tile.num_rows, acc);
       num_windows -= Stage::kWindows;
       release(ring.slot);
       ring.advance();

@@ -8,9 +8,8 @@
 
 namespace cupy_moe::gemm {
 
-struct Tile {
+struct alignas(16) Tile {
   i32 m_tile;
-  i32 n_tile;
   i32 expert;
   i32 first_row;  // permuted row
   i32 num_rows;   // in use, 1 ... tile_n
@@ -45,9 +44,9 @@ struct TileList {
     const u32 in_band = in_expert - band * num_m_tiles;
     tile.expert = info.x;
     tile.m_tile = static_cast<i32>(in_band / width);
-    tile.n_tile = static_cast<i32>(first + band + in_band % width);
-    tile.first_row = tile.n_tile * Config::kTileN;
-    tile.num_rows = info.z == 1 ? info.w : order.tile(p, tile.n_tile).w;
+    const i32 n_tile = static_cast<i32>(first + band + in_band % width);
+    tile.first_row = n_tile * Config::kTileN;
+    tile.num_rows = info.z == 1 ? info.w : order.tile(p, n_tile).w;
     return true;
   }
 };
@@ -67,15 +66,23 @@ struct RingCursor {
 };
 
 // Hands the tiles that a block takes from the list to all roles of the block, in order. With many
-// tiles, which differ in rows in use and therefore in time, blocks take them as they get free.
+// tiles, which differ in rows in use and therefore in time, blocks take them as they get free. A
+// tile is found by one thread: that takes divisions and a trip to the list.
 template <i32 kReadingWarps>
 struct TileQueue {
   static constexpr i32 kDepth = 4;
-  using Cursor = RingCursor<kDepth>;
 
+  // One register: tiles are few, and the products of others need them.
+  struct Cursor {
+    u32 count = 0;
+
+    __device__ __forceinline__ u32 slot() const { return count % kDepth; }
+    __device__ __forceinline__ u32 parity() const { return count / kDepth % 2; }
+  };
+
+  Tile tiles[kDepth];
   u64 full[kDepth];
   u64 empty[kDepth];
-  u32 index[kDepth];
 
   __device__ void init() {
     for (i32 i = 0; i < kDepth; ++i) {
@@ -84,22 +91,32 @@ struct TileQueue {
     }
   }
 
-  // By one thread. An index past the end of the list tells the readers to stop.
-  __device__ void push(Cursor& at, u32 tile_index) {
-    ptx::mbarrier_wait_parity(&empty[at.slot], at.parity ^ 1);
-    index[at.slot] = tile_index;
-    ptx::mbarrier_arrive(&full[at.slot]);
-    at.advance();
+  // By one thread. A tile without rows tells the readers to stop.
+  __device__ void push(Cursor& at, const Tile& tile) {
+    ptx::mbarrier_wait_parity(&empty[at.slot()], at.parity() ^ 1);
+    tiles[at.slot()] = tile;
+    ptx::mbarrier_arrive(&full[at.slot()]);
+    ++at.count;
   }
 
-  // By whole warps, kReadingWarps in all.
-  __device__ u32 pop(Cursor& at) {
-    ptx::mbarrier_wait_parity(&full[at.slot], at.parity);
-    const u32 tile_index = index[at.slot];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty[at.slot]);
-    at.advance();
-    return tile_index;
+  // By whole warps, kReadingWarps in all. False after the last tile. In terms that let the compiler
+  // see that lanes agree: descriptors of operands then take uniform registers.
+  __device__ bool pop(Cursor& at, Tile& tile) {
+    ptx::mbarrier_wait_parity(&full[at.slot()], at.parity());
+    tile = tiles[at.slot()];
+    tile.num_rows = __shfl_sync(~0u, tile.num_rows, 0);
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty[at.slot()]);
+    ++at.count;
+    return __all_sync(~0u, tile.num_rows > 0);
+  }
+
+  // The same by one thread for its warp.
+  __device__ bool pop_alone(Cursor& at, Tile& tile) {
+    ptx::mbarrier_wait_parity(&full[at.slot()], at.parity());
+    tile = tiles[at.slot()];
+    ptx::mbarrier_arrive(&empty[at.slot()]);
+    ++at.count;
+    return tile.num_rows > 0;
   }
 };
 

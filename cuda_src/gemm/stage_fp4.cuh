@@ -37,9 +37,9 @@ struct StageFp4 {
   // By one thread; announces what it copies to `full`. K is a multiple of kScaleTileK.
   __device__ static void copy_weights(const Params& p, const Tile& tile, i32 step, u8* stage,
                                       u64* full, ptx::L2Hint hint) {
-    const i32 k_left = p.k - step * Config::kTileK;
-    const i32 num_boxes = min(kBoxes, ceil_div(k_left, kBoxK));
-    const i32 scale_bytes = min(kScaleTiles, k_left / kScaleTileK) * kScaleTileBytes;
+    const u32 k_left = static_cast<u32>(p.k - step * Config::kTileK);
+    const u32 num_boxes = min(u32{kBoxes}, (k_left + kBoxK - 1) / kBoxK);
+    const u32 scale_bytes = min(u32{kScaleTiles}, k_left / kScaleTileK) * kScaleTileBytes;
     ptx::mbarrier_arrive_expect_tx(full, num_boxes * kBoxBytes + kScaledRowBlocks * scale_bytes);
     const i32 row = tile.m_tile * Config::kTileM;
     const i32 block_mask = (1 << p.weight_block_shift) - 1;
@@ -50,10 +50,11 @@ struct StageFp4 {
       ptx::tma_load_4d(stage + box * kBoxBytes, &p.weight_map, full, byte & block_mask, row,
                        byte >> p.weight_block_shift, tile.expert, hint);
     }
-    const i32 row_block_bytes = p.k / kScaleTileK * kScaleTileBytes;
-    const i64 row_block = (static_cast<i64>(tile.expert) * p.m + row) / kScaleTileRows;
-    const u8* scales =
-        p.weight_scales + row_block * row_block_bytes + step * (kScaleTiles * kScaleTileBytes);
+    // NOTE: rows of all experts fit 32 bits, which divide cheaply without a sign.
+    const u32 row_block_bytes = static_cast<u32>(p.k) / kScaleTileK * kScaleTileBytes;
+    const u32 row_block = static_cast<u32>(tile.expert * p.m + row) / kScaleTileRows;
+    const u8* scales = p.weight_scales + static_cast<u64>(row_block) * row_block_bytes +
+                       step * (kScaleTiles * kScaleTileBytes);
 #pragma unroll
     for (i32 i = 0; i < kScaledRowBlocks; ++i) {
       ptx::bulk_load(stage + kCodeBytes + i * kScaleTiles * kScaleTileBytes,

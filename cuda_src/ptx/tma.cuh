@@ -18,12 +18,12 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
 }
 
 // Copies the box at the given coordinates (innermost first); its bytes complete `barrier`.
-__device__ __forceinline__ void tma_load_2d(void* smem, const TensorMap* map, u64* barrier, i32 c0,
-                                            i32 c1, L2Hint hint) {
+__device__ __forceinline__ void tma_load_3d(void* smem, const TensorMap* map, u64* barrier, i32 c0,
+                                            i32 c1, i32 c2, L2Hint hint) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(cvta_to_shared(smem)),
-      "l"(map), "r"(cvta_to_shared(barrier)), "r"(c0), "r"(c1), "l"(static_cast<u64>(hint))
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(cvta_to_shared(smem)),
+      "l"(map), "r"(cvta_to_shared(barrier)), "r"(c0), "r"(c1), "r"(c2), "l"(static_cast<u64>(hint))
       : "memory");
 }
 

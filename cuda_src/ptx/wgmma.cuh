@@ -10,30 +10,29 @@
 namespace cupy_moe::ptx {
 
 // Operand of rows of 128 bytes in the 128-byte swizzle; eight rows are an atom of 1024 bytes, to
-// which `smem` is aligned. Only the low word of a descriptor depends on the address, in units of 16
-// bytes, so that descriptors of other stages, rows or K are one addition away.
+// which `smem` is aligned. Addresses in descriptors are in units of 16 bytes. The compiler has to
+// see that they are uniform, and that additions to them never carry into the upper word.
 struct Swizzle128Operand {
-  u32 low;
+  u32 address;
 
   __device__ __forceinline__ explicit Swizzle128Operand(const void* smem)
-      : low(__shfl_sync(~0u, (cvta_to_shared(smem) >> 4) | kUnusedLeadingOffset, 0)) {}
+      : address(__shfl_sync(~0u, cvta_to_shared(smem), 0)) {}
 
   // The operand so many bytes, a multiple of 16, further on.
   __device__ __forceinline__ Swizzle128Operand at(u32 byte_offset) const {
     Swizzle128Operand moved = *this;
-    moved.low += byte_offset / 16;
+    moved.address += byte_offset;
     return moved;
   }
 
   __device__ __forceinline__ u64 descriptor(u32 byte_offset) const {
-    constexpr u64 kHigh = u64{kSwizzle128 | kAtomStride} << 32;
-    return kHigh | (low + byte_offset / 16);
+    return (kLayout | (address >> 4)) + byte_offset / 16;
   }
 
  private:
-  static constexpr u32 kUnusedLeadingOffset = 1u << 16;
-  static constexpr u32 kAtomStride = 1024 / 16;
-  static constexpr u32 kSwizzle128 = 1u << 30;
+  static constexpr u64 kAtomStride = u64{1024 / 16} << 32;
+  static constexpr u64 kSwizzle128 = u64{1} << 62;
+  static constexpr u64 kLayout = kSwizzle128 | kAtomStride;
 };
 
 // Orders earlier accesses of the accumulator registers before the products that follow.

@@ -64,15 +64,14 @@ _FP4_TILE_SHAPES = {
     # NOTE: a stage of 128 BF16 tokens leaves no room for a third one on sm_86.
     MainloopKind.Mma: _portable_shapes((8, 16, 32, 64)),
     MainloopKind.Wgmma: (
-        TileShape(64, 8, tile_k=256, blocks=(3, 2)),
-        TileShape(128, 8, tile_k=256, groups=2, blocks=(2, 1)),
-        TileShape(128, 16, tile_k=256, groups=2, blocks=(2, 1)),
-        TileShape(256, 16, tile_k=256, groups=4),
-        TileShape(128, 32, groups=2, blocks=(2, 1)),
-        TileShape(128, 64, groups=2),
-        TileShape(256, 64, groups=2),
-        TileShape(128, 128, groups=2),
-        TileShape(256, 128, groups=2),
+        TileShape(64, 8, tile_k=256, blocks=(3,)),
+        TileShape(128, 8, tile_k=256, blocks=(4, 3)),
+        TileShape(256, 8, groups=2, blocks=(2,)),
+        TileShape(128, 16, tile_k=256, blocks=(3,)),
+        TileShape(128, 32, blocks=(3,)),
+        TileShape(128, 48, groups=2, blocks=(2,)),
+        TileShape(128, 96, groups=2),
+        TileShape(256, 96, groups=4),
     ),
 }
 
@@ -84,6 +83,7 @@ _HOPPER_SM_SMEM = 228 * 1024  # of all blocks, of which each takes 1 KiB more
 _MAX_STAGES = {MainloopKind.Mma: 5, MainloopKind.Wgmma: 24}
 _MAX_FP4_STAGES = {MainloopKind.Mma: 8, MainloopKind.Wgmma: 24}  # of half the bytes
 _TILE_QUEUE_DEPTH = 4  # kDepth of gemm::TileQueue
+_EXPERT_SCALES = 5  # of epilogue::ExpertScales
 _SCALE_TILE_ROWS = 128
 
 # What gemm::SortedOrder sorts, a slot a lane of one warp, into tiles of so many tokens.
@@ -128,12 +128,12 @@ def sort_choices(tile_n: int, num_slots: int = 1) -> tuple[bool, ...]:
     return (False, True) if few else (False,)
 
 
-def gather_choices(kind: MainloopKind, tile_m: int, tile_n: int) -> tuple[bool, ...]:
+def gather_choices(kind: MainloopKind, tile_n: int) -> tuple[bool, ...]:
     """Whether FC1 may gather token rows itself, may read a permuted copy, or both."""
     if kind is MainloopKind.Mma or tile_n < 16:
         return (True,)
-    # NOTE: beside the accumulators of the largest tiles no registers are left to gather with.
-    return (False,) if tile_m == 256 and tile_n >= 64 else (True, False)
+    # A copy of many rows costs less than what gathering them takes from the products.
+    return (False,) if tile_n > 64 else (True, False)
 
 
 def _features(stage: GemmStage, activation: ActivationType, weight_rows: int) -> int:
@@ -197,7 +197,8 @@ def shared_memory(
     if kind is MainloopKind.Mma:
         fixed += 8 * shape.tile_n  # token_offset; the ring is also the staging memory
     else:
-        fixed += staging_bytes + (4 + 16) * _TILE_QUEUE_DEPTH
+        fixed += staging_bytes + (16 + 16) * _TILE_QUEUE_DEPTH
+        fixed += 4 * _EXPERT_SCALES * shape.groups
         stage_bytes += 16  # full, empty
     room = _smem_limit(kind, blocks) // alignment * alignment - fixed
     num_stages = min(most, room // stage_bytes)

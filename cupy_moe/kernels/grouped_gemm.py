@@ -119,6 +119,7 @@ class GemmConfig:
     min_blocks: int
     gather_tokens: bool  # by permuted_to_expanded; else rows are in place
     sort_slots: bool  # itself; else a kernel before has made the maps
+    token_box: int  # rows of one copy of tokens that are in place
     staging_bytes: int  # of one group of threads that shares output rows
     smem_bytes: int
 
@@ -173,14 +174,16 @@ class GemmConfig:
             min_blocks=blocks,
             gather_tokens=gather_tokens,
             sort_slots=sort_slots,
+            token_box=tile_n if tile_n <= 48 else 32,
             staging_bytes=staging_bytes,
             smem_bytes=smem_bytes,
         )
 
     @property
-    def token_box(self) -> int:
-        """Rows of one copy of tokens that are in place."""
-        return min(self.tile_n, 32)
+    def token_box_windows(self) -> int:
+        """128 bytes of K of one copy of tokens that are in place: a whole stage if it can be."""
+        element_bytes = 2 if self.moe_format.has_block_scales else 1
+        return self.tile_k * element_bytes // 128 if self.token_box == self.tile_n else 1
 
     def spec(self) -> KernelSpec:
         """Return the translation unit of this specialization."""
@@ -220,7 +223,7 @@ def _configs_of(kind: MainloopKind, moe_format: MoeFormat) -> list[GemmConfig]:
         )
         for activation in _ACTIVATIONS[moe_format]
         for shape in tile_shapes(kind, moe_format)
-        for gather in gather_choices(kind, shape.tile_m, shape.tile_n)
+        for gather in gather_choices(kind, shape.tile_n)
         for sort in sort_choices(shape.tile_n)
         for blocks in shape.blocks
     ]
