@@ -19,7 +19,7 @@ from cupy_moe.kernels.finalize_rmsnorm import (
     FinalizeRmsnormConfig,
     all_finalize_rmsnorm_configs,
 )
-from cupy_moe.kernels.gemm_tiles import GemmStage, MainloopKind, mainloop_for, tile_shape
+from cupy_moe.kernels.gemm_tiles import GemmStage, MainloopKind, mainloop_for
 from cupy_moe.kernels.grouped_gemm import GemmConfig, all_gemm_configs
 from cupy_moe.kernels.permute import (
     SCHEDULE_WORDS,
@@ -186,11 +186,6 @@ def _scratch_buffers(
     return buffers
 
 
-def _blocks(kind: MainloopKind, problem: MoeProblem, tile_m: int, tiling: Tiling) -> int:
-    """Blocks a multiprocessor: the most that the tile has, or the fewest."""
-    return tile_shape(kind, problem.moe_format, tile_m, tiling.tile_n).blocks[-tiling.roomy]
-
-
 @lru_cache(maxsize=4096)
 def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = None) -> MoePlan:
     """Plan one layer of at least one token, with the given tiling or the best one known.
@@ -216,7 +211,6 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         moe_format=problem.moe_format,
         gather_tokens=tiling.gather,
         sort_slots=tiling.sort,
-        blocks=_blocks(kind, problem, tiling.fc1_tile_m, tiling),
     )
     fc2 = GemmConfig.make(
         GemmStage.Fc2,
@@ -227,7 +221,6 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         moe_format=problem.moe_format,
         gather_tokens=False,
         sort_slots=tiling.sort,
-        blocks=_blocks(kind, problem, tiling.fc2_tile_m, tiling),
     )
     fc1_parts, fc2_parts = _parts(problem, fc1, fc2, token_tiles, device.num_sms)
     num_sms = multiprocessors(problem, device)

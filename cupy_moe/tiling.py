@@ -14,6 +14,7 @@ from cupy_moe.kernels.gemm_tiles import (
     gather_choices,
     mainloop_for,
     sort_choices,
+    tile_shape,
     tile_shapes,
 )
 from cupy_moe.kernels.grouped_gemm import GemmConfig
@@ -39,12 +40,10 @@ class Tiling:
     fc2_tile_m: int
     gather: bool = True  # FC1 gathers token rows itself, else a permuted copy is made first
     sort: bool = False  # the GEMMs sort the slots themselves, else a kernel does it first
-    roomy: bool = False  # the fewest blocks a multiprocessor that the tiles have, else the most
 
     def __str__(self) -> str:
         """Short form for tables: ``128|256 x 64``."""
         notes = ("" if self.gather else " copied") + (" sorting" if self.sort else "")
-        notes += " roomy" if self.roomy else ""
         return f"{self.fc1_tile_m}|{self.fc2_tile_m} x {self.tile_n}{notes}"
 
 
@@ -53,12 +52,11 @@ def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
     kind = mainloop_for(device.arch)
     shapes = tile_shapes(kind, problem.moe_format)
     return [
-        Tiling(fc1.tile_n, fc1.tile_m, fc2.tile_m, gather, sort, roomy)
+        Tiling(fc1.tile_n, fc1.tile_m, fc2.tile_m, gather, sort)
         for fc1 in shapes
         for fc2 in shapes
         for gather in gather_choices(kind, fc1.tile_n)
         for sort in sort_choices(fc1.tile_n, problem.num_slots)
-        for roomy in ((False, True) if len(fc1.blocks + fc2.blocks) > 2 else (False,))
         if fc1.tile_n == fc2.tile_n
         and problem.fc1_part_rows % fc1.tile_m == 0
         and problem.fc2_part_rows % fc2.tile_m == 0
@@ -113,21 +111,6 @@ def _expected_waves(
     return rows // tile_m * token_tiles / num_sms
 
 
-def _choose_fp4_tile_m(
-    problem: MoeProblem, rows: int, shapes: list[TileShape], num_sms: int
-) -> int:
-    """128 rows, or fewer where blocks would have no tile; the most where tensor cores count."""
-    if shapes[0].tile_n >= _UNEVEN_TILE_N:
-        return max(shape.tile_m for shape in shapes)
-    shapes = sorted((s for s in shapes if s.tile_m <= 128), key=lambda s: -s.tile_m)
-
-    def waves(shape: TileShape) -> float:
-        num_blocks = num_sms * shape.blocks[0]
-        return _expected_waves(problem, rows, shape.tile_m, shape.tile_n, num_blocks)
-
-    return next((shape.tile_m for shape in shapes if waves(shape) >= 1), shapes[-1].tile_m)
-
-
 def _choose_tile_m(problem: MoeProblem, rows: int, tile_n: int, num_sms: int) -> int:
     """Largest tile whose last wave leaves few multiprocessors idle, else the least idle one."""
     shapes = [
@@ -135,15 +118,19 @@ def _choose_tile_m(problem: MoeProblem, rows: int, tile_n: int, num_sms: int) ->
         for shape in tile_shapes(MainloopKind.Wgmma, problem.moe_format)
         if shape.tile_n == tile_n and rows % shape.tile_m == 0
     ]
-    if problem.moe_format.has_block_scales:
-        return _choose_fp4_tile_m(problem, rows, shapes, num_sms)
-    if _share(problem) < _COMPUTE_BOUND_SHARE:
-        shapes = [shape for shape in shapes if shape.tile_m <= 128] or shapes
+
+    def waves(shape: TileShape) -> float:
+        return _expected_waves(problem, rows, shape.tile_m, tile_n, num_sms * shape.blocks)
 
     def busy(shape: TileShape) -> float:
-        waves = _expected_waves(problem, rows, shape.tile_m, tile_n, num_sms * shape.blocks[0])
-        return waves / math.ceil(waves)
+        return waves(shape) / math.ceil(waves(shape))
 
+    if problem.moe_format.has_block_scales:
+        # 64 rows cost more instructions a weight: only where 128 leave blocks without a tile.
+        tall = [shape for shape in shapes if shape.tile_m > 64]
+        shapes = tall if tall and min(map(waves, tall)) >= 1 else shapes
+    elif _share(problem) < _COMPUTE_BOUND_SHARE:
+        shapes = [shape for shape in shapes if shape.tile_m <= 128] or shapes
     best = max(busy(shape) for shape in shapes)
     return max(shape.tile_m for shape in shapes if busy(shape) >= best - _TOLERATED_IDLE)
 
@@ -156,7 +143,8 @@ def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
     if kind is MainloopKind.Wgmma:
         fc1_tile_m = _choose_tile_m(problem, problem.fc1_part_rows, tile_n, num_sms)
         fc2_tile_m = _choose_tile_m(problem, problem.fc2_part_rows, tile_n, num_sms)
-    waves = _expected_waves(problem, problem.fc1_part_rows, fc1_tile_m, tile_n, num_sms)
+    num_blocks = num_sms * tile_shape(kind, problem.moe_format, fc1_tile_m, tile_n).blocks
+    waves = _expected_waves(problem, problem.fc1_part_rows, fc1_tile_m, tile_n, num_blocks)
     return Tiling(
         tile_n,
         fc1_tile_m,

@@ -44,12 +44,12 @@ class TileShape:
     tile_n: int  # tokens
     tile_k: int = 128  # a stage
     groups: int = 1  # warpgroups of the Hopper loop
-    blocks: tuple[int, ...] = (1,)  # a multiprocessor, the choices
+    blocks: int = 1  # a multiprocessor
 
 
 def _portable_shapes(sizes: tuple[int, ...]) -> tuple[TileShape, ...]:
     # NOTE: a register cap of two blocks an SM makes larger token tiles spill (NVRTC 13.0).
-    return tuple(TileShape(128, n, blocks=(2,) if n <= 32 else (1,)) for n in sizes)
+    return tuple(TileShape(128, n, blocks=2 if n <= 32 else 1) for n in sizes)
 
 
 _TILE_SHAPES = {
@@ -64,12 +64,11 @@ _FP4_TILE_SHAPES = {
     # NOTE: a stage of 128 BF16 tokens leaves no room for a third one on sm_86.
     MainloopKind.Mma: _portable_shapes((8, 16, 32, 64)),
     MainloopKind.Wgmma: (
-        TileShape(64, 8, tile_k=256, blocks=(3,)),
-        TileShape(128, 8, tile_k=256, blocks=(4, 3)),
-        TileShape(256, 8, groups=2, blocks=(2,)),
-        TileShape(128, 16, tile_k=256, blocks=(3,)),
-        TileShape(128, 32, blocks=(3,)),
-        TileShape(128, 48, groups=2, blocks=(2,)),
+        TileShape(64, 8, tile_k=256, blocks=3),
+        TileShape(128, 8, tile_k=256, blocks=3),
+        TileShape(128, 16, tile_k=256, blocks=3),
+        TileShape(128, 32, blocks=3),
+        TileShape(128, 48, groups=2, blocks=2),
         TileShape(128, 96, groups=2),
         TileShape(256, 96, groups=4),
     ),
@@ -181,7 +180,6 @@ def shared_memory(
     kind: MainloopKind,
     moe_format: MoeFormat,
     shape: TileShape,
-    blocks: int,
     staging_bytes: int,
     scaled_rows: int,
     *,
@@ -200,6 +198,6 @@ def shared_memory(
         fixed += staging_bytes + (16 + 16) * _TILE_QUEUE_DEPTH
         fixed += 4 * _EXPERT_SCALES * shape.groups
         stage_bytes += 16  # full, empty
-    room = _smem_limit(kind, blocks) // alignment * alignment - fixed
+    room = _smem_limit(kind, shape.blocks) // alignment * alignment - fixed
     num_stages = min(most, room // stage_bytes)
     return num_stages, -(-(num_stages * stage_bytes + fixed) // alignment) * alignment

@@ -135,13 +135,11 @@ class GemmConfig:
         moe_format: MoeFormat = MoeFormat.Fp8,
         gather_tokens: bool,
         sort_slots: bool = False,
-        blocks: int | None = None,
     ) -> GemmConfig:
         """Fill in what follows from the tile; FC2 has no activation of its own."""
         shape = tile_shape(kind, moe_format, tile_m, tile_n)
         moe_format, activation = _distinct(stage, moe_format, activation)
         is_wgmma, has_blocks = kind is MainloopKind.Wgmma, moe_format.has_block_scales
-        blocks = blocks or shape.blocks[0]
         staged_tokens = min(tile_n, 32) if is_wgmma else tile_n
         rows = tile_m // shape.groups
         staging_bytes = staged_tokens * staged_row_bytes(stage, moe_format, activation, rows)
@@ -150,7 +148,6 @@ class GemmConfig:
             kind,
             moe_format,
             shape,
-            blocks,
             2 * shape.groups * staging_bytes,
             scaled_rows,
             sort_slots=sort_slots,
@@ -171,7 +168,7 @@ class GemmConfig:
             warps_m=warps_m,
             warps_n=warps_n,
             num_threads=32 * (warps_m * warps_n + producer_warps),
-            min_blocks=blocks,
+            min_blocks=shape.blocks,
             gather_tokens=gather_tokens,
             sort_slots=sort_slots,
             token_box=tile_n if tile_n <= 48 else 32,
@@ -219,13 +216,11 @@ def _configs_of(kind: MainloopKind, moe_format: MoeFormat) -> list[GemmConfig]:
             moe_format=moe_format,
             gather_tokens=gather,
             sort_slots=sort,
-            blocks=blocks,
         )
         for activation in _ACTIVATIONS[moe_format]
         for shape in tile_shapes(kind, moe_format)
         for gather in gather_choices(kind, shape.tile_n)
         for sort in sort_choices(shape.tile_n)
-        for blocks in shape.blocks
     ]
     if moe_format is MoeFormat.Mxfp8:
         return fc1  # its FC2 is that of BF16
@@ -239,11 +234,9 @@ def _configs_of(kind: MainloopKind, moe_format: MoeFormat) -> list[GemmConfig]:
             moe_format=moe_format,
             gather_tokens=False,
             sort_slots=sort,
-            blocks=blocks,
         )
         for shape in tile_shapes(kind, moe_format)
         for sort in sort_choices(shape.tile_n)
-        for blocks in shape.blocks
     ]
     return fc1 + fc2
 
