@@ -55,7 +55,7 @@ def tile_candidates(problem: MoeProblem, device: DeviceTraits) -> list[Tiling]:
         Tiling(fc1.tile_n, fc1.tile_m, fc2.tile_m, gather, sort)
         for fc1 in shapes
         for fc2 in shapes
-        for gather in gather_choices(kind, fc1.tile_n)
+        for gather in gather_choices(kind, problem.moe_format, fc1.tile_n)
         for sort in sort_choices(fc1.tile_n, problem.num_slots)
         if fc1.tile_n == fc2.tile_n
         and problem.fc1_part_rows % fc1.tile_m == 0
@@ -149,7 +149,7 @@ def choose_tiling(problem: MoeProblem, device: DeviceTraits) -> Tiling:
         tile_n,
         fc1_tile_m,
         fc2_tile_m,
-        gather=True in gather_choices(kind, tile_n),
+        gather=True in gather_choices(kind, problem.moe_format, tile_n),
         sort=waves <= _FEW_WAVES and True in sort_choices(tile_n, problem.num_slots),
     )
 

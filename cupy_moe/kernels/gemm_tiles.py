@@ -68,7 +68,9 @@ _FP4_TILE_SHAPES = {
         TileShape(128, 8, tile_k=256, blocks=3),
         TileShape(128, 16, tile_k=256, blocks=3),
         TileShape(128, 32, blocks=3),
+        TileShape(256, 32, groups=2, blocks=2),
         TileShape(128, 48, groups=2, blocks=2),
+        TileShape(256, 48, groups=4),
         TileShape(128, 96, groups=2),
         TileShape(256, 96, groups=4),
     ),
@@ -127,12 +129,13 @@ def sort_choices(tile_n: int, num_slots: int = 1) -> tuple[bool, ...]:
     return (False, True) if few else (False,)
 
 
-def gather_choices(kind: MainloopKind, tile_n: int) -> tuple[bool, ...]:
+def gather_choices(kind: MainloopKind, moe_format: MoeFormat, tile_n: int) -> tuple[bool, ...]:
     """Whether FC1 may gather token rows itself, may read a permuted copy, or both."""
     if kind is MainloopKind.Mma or tile_n < 16:
         return (True,)
     # A copy of many rows costs less than what gathering them takes from the products.
-    return (False,) if tile_n > 64 else (True, False)
+    most = 32 if moe_format.has_block_scales else 64
+    return (False,) if tile_n > most else (True, False)
 
 
 def _features(stage: GemmStage, activation: ActivationType, weight_rows: int) -> int:

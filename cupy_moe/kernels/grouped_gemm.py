@@ -219,7 +219,7 @@ def _configs_of(kind: MainloopKind, moe_format: MoeFormat) -> list[GemmConfig]:
         )
         for activation in _ACTIVATIONS[moe_format]
         for shape in tile_shapes(kind, moe_format)
-        for gather in gather_choices(kind, shape.tile_n)
+        for gather in gather_choices(kind, moe_format, shape.tile_n)
         for sort in sort_choices(shape.tile_n)
     ]
     if moe_format is MoeFormat.Mxfp8:
