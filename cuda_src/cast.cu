@@ -1,4 +1,5 @@
-// Hidden states of FP4 layers as BF16, exactly, in the order in which their main loop walks K.
+// Hidden states of FP4 layers as BF16, exactly (down to 2^-133), in the order in which their main
+// loop walks K.
 //
 // One block a token and 8 * kNumThreads columns, eight columns a thread. Routing weights in FP32
 // are rounded to BF16 on the way where the layer asks for it.

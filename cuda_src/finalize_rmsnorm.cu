@@ -110,7 +110,10 @@ struct Exchange : Results {
       }
       row_sums.put(squares, first, part.end, piece, lane);
     }
-    row_sums.wait(slots.count * (vectors_in_block / kWarpSize));
+    row_sums.wait(part.end - part.begin, lane);
+    // NOTE: the arrivals that are waited for order what warps read of each other's rows; racecheck
+    // does not see it.
+    if constexpr (kGroups > 1) __syncthreads();
     float total[kTail] = {};
     add_normalized(total, slots, stashed, norm_weight, weight);
     if (in_tail) {

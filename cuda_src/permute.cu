@@ -267,8 +267,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   if constexpr (kClusterSize > 1) ptx::barrier_cluster_arrive_relaxed();
   __syncthreads();
 
-  if (blockIdx.x == 0 && threadIdx.x < 5)
+  if (blockIdx.x == 0 && threadIdx.x < Config::kScheduleWords) {
     p.schedule[threadIdx.x] = threadIdx.x == 0 ? num_tiles : 0;
+  }
   place_run(p, run, at, warp_rows);
   write_tiles(p, smem, at, num_tiles);
   if constexpr (kClusterSize > 1) ptx::barrier_cluster_wait();

@@ -103,12 +103,12 @@ def _choose_tile_n(problem: MoeProblem, kind: MainloopKind) -> int:
 
 
 def _expected_waves(
-    problem: MoeProblem, rows: int, tile_m: int, tile_n: int, num_sms: int
+    problem: MoeProblem, rows: int, tile_m: int, tile_n: int, num_blocks: int
 ) -> float:
-    """Output tiles a multiprocessor under uniform random routing."""
+    """Output tiles of each of so many blocks, under uniform random routing."""
     hit = 1 - (1 - 1 / problem.num_experts) ** problem.num_slots
     token_tiles = problem.local_num_experts * max(hit, _share(problem) / tile_n)
-    return rows // tile_m * token_tiles / num_sms
+    return rows // tile_m * token_tiles / num_blocks
 
 
 def _choose_tile_m(problem: MoeProblem, rows: int, tile_n: int, num_sms: int) -> int:
@@ -161,7 +161,8 @@ def takes_tiles(problem: MoeProblem, fc1: GemmConfig, num_sms: int) -> bool:
     """
     if fc1.sort_slots or fc1.mainloop_kind is MainloopKind.Mma:
         return False
-    waves = _expected_waves(problem, problem.fc1_part_rows, fc1.tile_m, fc1.tile_n, num_sms)
+    num_blocks = num_sms * fc1.min_blocks
+    waves = _expected_waves(problem, problem.fc1_part_rows, fc1.tile_m, fc1.tile_n, num_blocks)
     return fc1.tile_n >= _UNEVEN_TILE_N or waves > _FEW_WAVES
 
 

@@ -77,6 +77,7 @@ struct TileStore {
     const i32 lane = static_cast<i32>(threadIdx.x) % 32;
 #pragma unroll
     for (i32 n = 0; n < Mainloop::kStagedFragsN; ++n) {
+      if (first + n >= Mainloop::kFragsN) break;  // the last columns may be fewer
 #pragma unroll
       for (i32 c = 0; c < 2; ++c) {
         const i32 column = group.fragment_column(n) + 2 * (lane % 4) + c;

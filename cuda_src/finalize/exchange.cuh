@@ -25,7 +25,7 @@ struct Params {
   u8* peer4;
   u8* peer5;
   u8* peer6;
-  i32* generations;    // [slot, 64, 8] of this scheme, modulo the copies of the buffers
+  i32* generations;    // [slot, 64, 4] of this scheme, modulo the copies of the buffers
   i32* failed;         // [1] whether a wait was ever given up
   i32* report;         // [8] in host memory, see give_up
   i64 rows_offset;     // bytes to [3, num_peers, rows_slots, reduced slots, hidden_size] bf16

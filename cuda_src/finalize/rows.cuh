@@ -120,12 +120,14 @@ class RowSums {
   // Of two tokens each: a warp may be one ahead of another one that still reads.
   struct Storage {
     float sums[2][kMaxWarps][kMaxSlots];  // [piece along the row][slot]
-    u64 arrived[2];                       // with several blocks: the bytes from all of them
+    u64 arrived[2];  // with several blocks: all warps of this one, and bytes from all of them
   };
 
   // One thread calls it, before a barrier of the cluster.
   __device__ static void init(Storage& storage) {
-    for (u64& barrier : storage.arrived) ptx::mbarrier_init(&barrier, 1);
+    for (u64& barrier : storage.arrived) {
+      ptx::mbarrier_init(&barrier, static_cast<i32>(blockDim.x) / kWarpSize);
+    }
     ptx::fence_mbarrier_init();
   }
 
@@ -154,18 +156,21 @@ class RowSums {
     }
   }
 
-  // All threads of the cluster call it once a token, with the number of sums that the warps of a
-  // block have put together: waits for those of all blocks, and for what the warps of the block
-  // have written to its shared memory.
-  __device__ __forceinline__ void wait(i32 num_put) {
-    if (cluster_size_ > 1) {
-      u64* const barrier = &storage_.arrived[parity_];
-      if (threadIdx.x == 0) {
-        ptx::mbarrier_arrive_expect_tx(barrier, num_put * cluster_size_ * i32{sizeof(float)});
-      }
-      ptx::mbarrier_wait_parity_cluster(barrier, phase_);
+  // All warps of the cluster call it once a token, each with the number of slots that it has put:
+  // waits for the sums of all warps, and for what the warps of the block have written to its
+  // shared memory.
+  __device__ __forceinline__ void wait(i32 num_put, i32 lane) {
+    if (cluster_size_ == 1) {
+      __syncthreads();
+      return;
     }
-    __syncthreads();
+    // Every block has warps with the same pieces and slots, so each stands for its counterparts.
+    __syncwarp();
+    u64* const barrier = &storage_.arrived[parity_];
+    if (lane == 0) {
+      ptx::mbarrier_arrive_expect_tx(barrier, num_put * cluster_size_ * i32{sizeof(float)});
+    }
+    ptx::mbarrier_wait_parity_cluster(barrier, phase_);
   }
 
   // Lane l gets the sum of slot l / lanes_per_slot(), for the token of the last `wait`.

@@ -31,6 +31,7 @@ template <typename Config>
 struct FeedWgmma {
   using Stage = typename StageOf<Config, Config::kMoeFormat>::type;
   static constexpr i32 kNumStages = Config::kNumStages;
+  static_assert(kNumStages >= 2, "a stage is held until the next one is begun");
   static constexpr i32 kWindows = Stage::kWindows;        // of a stage
   static constexpr i32 kTokenRowBytes = 128;              // one row of the 128-byte swizzle
   static constexpr i32 kConsumers = Config::kWarpsM / 4;  // warpgroups

@@ -43,6 +43,7 @@ struct MainloopMma {
   struct Smem : Order<Config> {
     static constexpr i32 kStageBytes = Operands::kStageBytes;
     static_assert(Config::kStagingBytes <= Config::kNumStages * kStageBytes);
+    static_assert(Config::kNumStages >= 2, "one is filled while another one is multiplied");
 
     alignas(128) u8 ring[Config::kNumStages * kStageBytes];
     i64 token_offset[Config::kTileN];  // first byte of the row's source, -1 for padding

@@ -105,6 +105,7 @@ struct TileQueue {
     ptx::mbarrier_wait_parity(&full[at.slot()], at.parity());
     tile = tiles[at.slot()];
     tile.num_rows = __shfl_sync(~0u, tile.num_rows, 0);
+    __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty[at.slot()]);
     ++at.count;
     return __all_sync(~0u, tile.num_rows > 0);

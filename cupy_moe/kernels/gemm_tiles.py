@@ -134,7 +134,7 @@ def gather_choices(kind: MainloopKind, moe_format: MoeFormat, tile_n: int) -> tu
     if kind is MainloopKind.Mma or tile_n < 16:
         return (True,)
     # A copy of many rows costs less than what gathering them takes from the products.
-    most = 32 if moe_format.has_block_scales else 64
+    most = 16 if moe_format.has_block_scales else 64
     return (False,) if tile_n > most else (True, False)
 
 

@@ -68,11 +68,14 @@ class PermuteConfig:
         Blocks that count the slots together; 1 where the GPU has no clusters.
     num_threads : int
         Threads of a block.
+    schedule_words : int
+        The number of token tiles, and counters that start at zero.
     """
 
     packed_ids: bool
     cluster_size: int
     num_threads: int
+    schedule_words: int = SCHEDULE_WORDS
 
     def spec(self) -> KernelSpec:
         """Return the translation unit of this specialization."""
