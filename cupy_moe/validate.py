@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, wraps
-from math import prod
+from math import isfinite, prod
 from numbers import Real
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -67,6 +67,8 @@ WORKSPACE_ALIGNMENT = 256  # bytes
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
+_FIRST_BEYOND_FP32 = 2.0**128 - 2.0**103  # smaller ones are rounded to FP32's largest
+
 
 class ArgumentKindError(TypeError, ValueError):
     """An array of another dtype, or no array: the FP4 operations call every such argument bad."""
@@ -100,12 +102,26 @@ def optional_flag(operation: str, name: str, value: object) -> bool | None:
 
 
 def scaling_factor(operation: str, name: str, value: object) -> float:
-    """Convert a real number, 1.0 for None; ``TypeError`` for anything else."""
+    """Convert a real number, 1.0 for None; ``TypeError`` for anything else.
+
+    ``ValueError`` for a finite number that FP32, which kernels take, rounds to infinity.
+    """
     if value is None:
         return 1.0
-    if isinstance(value, Real | np.number) and not isinstance(value, bool | np.complexfloating):
-        return float(value)
-    raise _wrong_kind(operation, name, "a real number or None", value)
+    if not isinstance(value, Real | np.number) or isinstance(value, bool | np.complexfloating):
+        raise _wrong_kind(operation, name, "a real number or None", value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer, or a fraction of them
+        raise _beyond_fp32(operation, name, "a larger one than FP64 holds") from None
+    if isfinite(number) and abs(number) >= _FIRST_BEYOND_FP32:
+        raise _beyond_fp32(operation, name, f"{number:g}")
+    return number
+
+
+def _beyond_fp32(operation: str, name: str, got: str) -> ValueError:
+    rule = "be in the range of FP32, [-3.4028235e38, 3.4028235e38]"
+    return ValueError(f"{operation}: {name} must {rule}, got {got}. Pass a smaller number.")
 
 
 def _wrong_kind(operation: str, name: str, rule: str, value: object) -> TypeError:

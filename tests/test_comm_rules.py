@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cupy_moe.comm.rules import check_arrays, check_backend, check_options, check_sizes
+from cupy_moe.runtime.launch import ParamLayout
 
 BF16 = ml_dtypes.bfloat16
 HIDDEN, TOP_K, TOKENS, ROWS = 64, 4, 3, 20
@@ -157,6 +158,20 @@ def test_scalar_of_another_kind(value: object) -> None:
 def test_scalar_that_is_not_finite(value: float) -> None:
     with pytest.raises(ValueError, match="finite"):
         check_options(value, 0.0, False)
+
+
+@pytest.mark.parametrize("value", [1e39, -1e300, 10**400, np.float64(3.4028236e38)])
+def test_scalar_beyond_fp32(value: object) -> None:
+    with pytest.raises(ValueError, match="eps must be in the range of FP32"):
+        check_options(value, 0.0, False)
+    with pytest.raises(ValueError, match="gain_center must be in the range of FP32"):
+        check_options(1e-6, value, False)
+
+
+@pytest.mark.parametrize("value", [np.finfo(np.float32).max, -3.4028235e38])
+def test_largest_scalars(value: float) -> None:
+    layout = ParamLayout(("x", "f32"))
+    layout.pack(check_options(value, 0.0, False).eps)
 
 
 def test_order_of_the_weight_is_a_flag() -> None:

@@ -257,6 +257,7 @@ RULES = [
     plain("enable_pdl 1", "enable_pdl", 1, TypeError, "enable_pdl must be True or False"),
     plain("norm 1", "norm_topk_prob", 1, TypeError, "norm_topk_prob must be True or False"),
     plain("factor", "routed_scaling_factor", "2", TypeError, "must be a real number or None"),
+    plain("factor 1e39", "routed_scaling_factor", 1e39, ValueError, "the range of FP32.* 1e.39"),
     Rule("no routing", value("topk_ids", None), ValueError, "topk_ids must be given", PARTITIONED),
     Rule("no ids", value("topk_ids", None), ValueError, "topk_ids must be given", WHOLE),
     *(

@@ -94,6 +94,13 @@ def test_values_that_do_not_fit_are_refused_by_name(values: tuple, message: str)
             pack(*values)
 
 
+def test_floats_beyond_fp32_are_refused_by_name() -> None:
+    layout = ParamLayout(("eps", "f32"))
+    for pack in (layout.pack, layout.to_bytes):
+        with pytest.raises(ValueError, match=r"eps must be f32, got 1e\+39"):
+            pack(1e39)
+
+
 def test_bad_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match="x must be one of ptr, i32"):
         ParamLayout(("x", "float"))

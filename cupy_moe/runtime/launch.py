@@ -53,6 +53,7 @@ class Field:
     device_type: str
 
 
+_PACK_ERRORS = (struct.error, OverflowError)  # the second for a float beyond FP32
 _STRUCT_ALIGNMENT = 64  # what a tensor map wants
 _POINTER_SIZE = 8
 
@@ -134,7 +135,7 @@ class ParamLayout:
         """Bytes of the struct for these field values."""
         try:
             return self._struct.pack(*values)
-        except struct.error as error:
+        except _PACK_ERRORS as error:
             raise self._refusal(values) from error
 
     def pack(self, *values: ParamValue) -> PackedParams:
@@ -155,7 +156,7 @@ class ParamLayout:
         pointer = -(base + _POINTER_SIZE) % _STRUCT_ALIGNMENT  # offset; the struct follows, aligned
         try:
             self._pack_into(memory, pointer, base + pointer + _POINTER_SIZE, *values)
-        except struct.error as error:
+        except _PACK_ERRORS as error:
             raise self._refusal(values) from error
         return PackedParams(base + pointer, memory)
 
@@ -165,7 +166,7 @@ class ParamLayout:
         for field, value in zip(self.fields, values, strict=True):
             try:
                 struct.pack("=" + _KINDS[field.kind].code, value)
-            except struct.error as error:
+            except _PACK_ERRORS as error:
                 return ValueError(f"{field.name} must be {field.kind}, got {value!r}: {error}")
         raise AssertionError("every value fits its field")
 
