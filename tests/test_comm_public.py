@@ -202,6 +202,12 @@ def test_initialized_for_other_sizes() -> None:
         init(top_k=3)
 
 
+def test_initialized_for_another_device() -> None:
+    assert init()
+    with pytest.raises(RuntimeError, match="initialized for device -1 already, got 0"):
+        init(device=0)
+
+
 def test_number_of_ranks_that_is_not_supported() -> None:
     def work(group: Group) -> bool:
         verdict = init(group=group)

@@ -43,6 +43,7 @@ class _State:
 
     group: Group
     sizes: WorkspaceSizes
+    device: int
     workspace: Workspace | None  # None: not supported
 
 
@@ -88,7 +89,7 @@ def init_tp_moe_finalize_rmsnorm(
 
     Allocates and maps the receive buffers of all ranks and loads the kernels, so that calls can be
     captured into CUDA graphs at once. A second call with the same group, or none, returns the
-    first one's answer; what it says of the sizes must be what the first one got.
+    first one's answer; what it says of the sizes and the device must be what the first one got.
 
     Parameters
     ----------
@@ -131,9 +132,9 @@ def init_tp_moe_finalize_rmsnorm(
         A group of no known kind, a size that no workspace can have, or another one than on other
         ranks.
     RuntimeError
-        Initialized for another group or other sizes already; a CUDA graph is being captured; memory
-        could not be allocated or mapped on any rank, which every rank is told after all has been
-        given back.
+        Initialized for another group, device or sizes already; a CUDA graph is being captured;
+        memory could not be allocated or mapped on any rank, which every rank is told after all has
+        been given back.
 
     Notes
     -----
@@ -159,6 +160,11 @@ def init_tp_moe_finalize_rmsnorm(
                 f"{_INIT}: initialized with {state.sizes} already, got {sizes}. Call "
                 f"close_{OPERATION} on every rank first."
             )
+        if device is not None and device != state.device:
+            raise RuntimeError(
+                f"{_INIT}: initialized for device {state.device} already, got {device}. Call "
+                f"close_{OPERATION} on every rank first."
+            )
         return state.workspace is not None
     sizes = _sizes(WorkspaceSizes(), given)
     where = _default_device() if device is None else device
@@ -170,7 +176,7 @@ def init_tp_moe_finalize_rmsnorm(
         )
     _refuse_capture(where)
     workspace = open_workspace(_INIT, ranks, where, sizes)
-    _registry.set(_State(ranks, sizes, workspace), of_thread=ranks.is_thread)
+    _registry.set(_State(ranks, sizes, where, workspace), of_thread=ranks.is_thread)
     return workspace is not None
 
 
