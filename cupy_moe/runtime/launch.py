@@ -236,8 +236,9 @@ def _attributes(config: DriverValue) -> tuple[bool, int]:
 class BoundLaunch:
     """A kernel, its parameters and its configuration: made once, enqueued any number of times.
 
-    Nothing in it changes, so threads may share it. It holds addresses, not arrays: whoever keeps
-    it keeps the arrays alive.
+    Threads may share it as long as nothing in it changes. Who had the parameters packed may change
+    them between launches, which take a copy: then no two threads may use it at once. It holds
+    addresses, not arrays: whoever keeps it keeps the arrays alive.
     """
 
     function: Function
