@@ -138,6 +138,24 @@ def test_sizes_that_differ_between_ranks(others: dict[str, Any], memories: list[
     assert memories == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("hidden_size", 68), ("top_k", 33), ("timeout_s", 0), ("transport", "mpi")]
+)
+def test_sizes_out_of_range(name: str, value: object, memories: list[Any]) -> None:
+    with pytest.raises(ValueError, match=name):
+        FinalizeWorkspace(SingleRank(), 0, **SIZES | {name: value})
+    assert memories == []
+
+
+def test_three_ranks(memories: list[Any]) -> None:
+    def work(group: Group) -> None:
+        with pytest.raises(ValueError, match=r"one of 1, 2, 4, 8 ranks, got 3\."):
+            FinalizeWorkspace(group, group.rank, **SIZES)
+
+    run_ranks(3, work)
+    assert memories == []
+
+
 # --- groups that fail -----------------------------------------------------------------------------
 
 
@@ -226,6 +244,21 @@ def test_groups_on_one_device_divide_it(
     shared, num_blocks[:] = num_blocks[0], []
     run_ranks(2, work)
     assert num_blocks[0] > shared
+
+
+def test_no_tokens(memories: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = []
+    monkeypatch.setattr(launches, "bind", lambda *args, **launch: bound.append(launch))
+    rows, weights = np.zeros((0, 64), BF16), np.zeros((0, 2), np.float32)
+    index, norm, out = np.zeros((0, 2), np.int32), np.zeros(64, BF16), np.zeros((0, 64), BF16)
+    arrays = check_arrays(rows, weights, index, norm, out, device=-1, hidden_size=64, top_k=2)
+    options = make_case(1, 1, hidden_size=64, top_k=2).options
+    with FinalizeWorkspace(SingleRank(), 0, **SIZES) as made:
+        made.run(arrays, options, 7)
+        assert made._num_calls == 0
+    assert bound == []
+    with pytest.raises(RuntimeError, match="closed"):
+        made.run(arrays, options, 7)
 
 
 def test_a_call_that_fails_is_waited_for(

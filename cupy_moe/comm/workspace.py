@@ -18,9 +18,10 @@ from cupy_moe.comm.launches import REPORT_WORDS, Call, CallLaunches, Launcher
 from cupy_moe.comm.layout import SchemeLimits, WorkspaceLayout, choose_scheme, default_limits
 from cupy_moe.comm.repeated import Key
 from cupy_moe.comm.residents import enter_device, leave_device
-from cupy_moe.comm.rules import OPERATION, FinalizeArrays, NormOptions
+from cupy_moe.comm.rules import OPERATION, FinalizeArrays, NormOptions, check_sizes
 from cupy_moe.comm.streams import StreamOrder
 from cupy_moe.comm.transport import IpcTransport, NcclTransport, Transport
+from cupy_moe.kernels.finalize_rmsnorm import RANKS
 from cupy_moe.runtime.devices import device_guard
 from cupy_moe.runtime.memory import Memory
 from cupy_moe.runtime.peer_memory import DeviceMemory, HostPage, MemoryOffer
@@ -31,6 +32,7 @@ __all__ = ["FinalizeWorkspace"]
 ResultT = TypeVar("ResultT")
 _Place: TypeAlias = "tuple[Key, int | None, int]"  # with the id of a stream and ranks on the device
 
+_INIT = f"init_{OPERATION}"
 _logger = logging.getLogger("cupy_moe")
 MAX_CALLS = 1024  # that are remembered, about 3 KiB each
 GRACE_S = 5.0  # for the host of a rank to see that a launch has given up
@@ -71,6 +73,8 @@ class FinalizeWorkspace:
 
     Raises
     ------
+    TypeError, ValueError
+        A size or a number of ranks that no workspace can have.
     ValueError
         The ranks pass different sizes. Raised on every rank.
     RuntimeError
@@ -98,9 +102,15 @@ class FinalizeWorkspace:
         transport: str = "auto",
         limits: SchemeLimits | None = None,
     ) -> None:
-        self.group, self.device, self.timeout_s = group, device, timeout_s
+        sizes = check_sizes(_INIT, hidden_size, top_k, max_tokens, timeout_s, transport)
+        if group.size not in RANKS:
+            each = ", ".join(map(str, RANKS))
+            raise ValueError(f"{_INIT}: group must have one of {each} ranks, got {group.size}.")
+        self.group, self.device, self.timeout_s = group, device, sizes.timeout_s
         limits = default_limits(group.size) if limits is None else limits
-        self.layout = WorkspaceLayout(group.size, hidden_size, top_k, max_tokens, limits)
+        self.layout = WorkspaceLayout(
+            group.size, sizes.hidden_size, sizes.top_k, sizes.max_tokens, limits
+        )
         self._mapped = ExitStack()  # peers' memory
         self._resources = ExitStack()
         self._report: HostPage | None = None
@@ -111,7 +121,7 @@ class FinalizeWorkspace:
         self._is_open = False
         self._is_written = False  # perhaps, by the others: from the last exchange of the set-up on
         try:
-            self._set_up(transport)
+            self._set_up(sizes.transport)
         except BaseException:  # whatever it is, memory must not stay behind
             with self._resources, self._mapped:
                 raise
@@ -119,7 +129,7 @@ class FinalizeWorkspace:
     # --- making and closing -----------------------------------------------------------------------
 
     def _set_up(self, transport: str) -> None:
-        agree(self.group, f"init_{OPERATION}", (self.layout, transport, self.timeout_s))
+        agree(self.group, _INIT, (self.layout, transport, self.timeout_s))
         offers = self._allocate()
         self.transport = self._connect(transport, offers)
         own = offers[self.group.rank]
@@ -140,8 +150,7 @@ class FinalizeWorkspace:
         failures = vote(self.group, failure or None)
         if failures:
             raise SetUpError(
-                f"init_{OPERATION}: no workspace of {self.layout.num_bytes} B a rank: "
-                f"{'; '.join(failures)}"
+                f"{_INIT}: no workspace of {self.layout.num_bytes} B a rank: {'; '.join(failures)}"
             )
         return done[0]
 
@@ -297,7 +306,7 @@ class FinalizeWorkspace:
     def run(
         self, arrays: FinalizeArrays, options: NormOptions, stream: int, key: Key | None = None
     ) -> None:
-        """Enqueue one call on a stream.
+        """Enqueue one call on a stream; nothing for T = 0.
 
         Parameters
         ----------
@@ -321,6 +330,8 @@ class FinalizeWorkspace:
                     f"{OPERATION}: the workspace is closed. Make another one on every rank."
                 )
             self.check()
+            if arrays.num_tokens == 0:
+                return
             identity = self._order.before(stream)
             num_sharers = self._launcher.num_sharers
             launches = self._bind(arrays, options, stream, num_sharers)
