@@ -261,6 +261,42 @@ def test_no_tokens(memories: list[Any], monkeypatch: pytest.MonkeyPatch) -> None
         made.run(arrays, options, 7)
 
 
+def test_closing_waits_for_a_call_of_another_thread(
+    memories: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound, going_on = threading.Event(), threading.Event()
+
+    def bind(*args: Any, **launch: Any) -> None:
+        bound.set()
+        assert going_on.wait(60)
+        raise RuntimeError("bound")
+
+    monkeypatch.setattr(launches, "bind", bind)
+    case = make_case(1, 3, hidden_size=64, top_k=2)
+    made, errors = FinalizeWorkspace(SingleRank(), 0, **SIZES), []
+
+    def call() -> None:
+        try:
+            made.run(arrays_of(case), case.options, 7)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    caller, closer = threading.Thread(target=call), threading.Thread(target=made.close)
+    caller.start()
+    assert bound.wait(60)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive()
+    assert made.is_open
+    going_on.set()
+    for thread in (caller, closer):
+        thread.join(60)
+    call()
+    assert errors[0] == "bound"
+    assert "the workspace is closed" in errors[1]
+    assert memories[0].address == 0
+
+
 def test_a_call_that_fails_is_waited_for(
     memories: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,9 +222,10 @@ class FinalizeWorkspace:
         into this rank's memory: that memory stays allocated, and a warning says so. Messages that
         still wait for a peer are aborted.
         """
-        if not self._is_open:
-            return
-        self._is_open = False
+        with self._lock:  # a call that another thread makes is enqueued before, or refused
+            if not self._is_open:
+                return
+            self._is_open = False
         # From the last to the first, whatever any of them raises.
         with ExitStack() as steps:
             steps.callback(self._resources.close)
