@@ -219,9 +219,12 @@ def arrays_of(case: FinalizeCase) -> FinalizeArrays:
     return check_arrays(*case.arguments(0), out, device=-1, **sizes)
 
 
+@pytest.mark.parametrize("granted", [8 * MULTIPROCESSORS, 4 * MULTIPROCESSORS])
 def test_groups_on_one_device_divide_it(
-    memories: list[Any], monkeypatch: pytest.MonkeyPatch
+    granted: int, memories: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or its green context."""
+    monkeypatch.setattr(launches, "multiprocessors_of", lambda stream, device: granted)
     monkeypatch.setattr(launches, "bind", lambda *args, **launch: launch["grid"][0])
     num_blocks: list[int] = []
     monkeypatch.setattr(launches, "enqueue", num_blocks.extend)
@@ -239,6 +242,7 @@ def test_groups_on_one_device_divide_it(
 
     run_ranks(4, work)
     # Half of the device at most: what one rank leaves need not be where another one needs it.
+    # A green context has no more.
     assert len(num_blocks) == 4
     assert sum(num_blocks) <= 8 * MULTIPROCESSORS // 2
     shared, num_blocks[:] = num_blocks[0], []

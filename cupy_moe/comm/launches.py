@@ -245,19 +245,21 @@ class Launcher:
         self, scheme: FinalizeScheme, num_tokens: int, stream: int, num_sharers: int
     ) -> _Plan:
         granted = multiprocessors_of(stream, self._device)
+        parts = 1 if num_sharers == 1 else 2  # blocks of others are where room is needed
         if granted == self._num_sms:  # no green context divides them
             granted = max(1, self._num_sms // num_sharers)
+        else:  # all ranks may be on this green context
+            parts = max(parts, num_sharers)
         key = (scheme, num_tokens, granted, num_sharers)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            is_shared = num_sharers > 1
-            plan = self._plans[key] = self._make_plan(scheme, num_tokens, granted, is_shared)
+            plan = self._plans[key] = self._make_plan(scheme, num_tokens, granted, parts)
         return plan
 
     def _make_plan(
-        self, scheme: FinalizeScheme, num_tokens: int, granted: int, is_shared: bool
+        self, scheme: FinalizeScheme, num_tokens: int, granted: int, parts: int
     ) -> _Plan:
         # A part of the multiprocessors need not have room for a large cluster in one piece.
         smallest = min(self._shapes)
@@ -270,8 +272,7 @@ class Launcher:
             shape.num_threads,
             shape.smem,
         )
-        if is_shared:
-            resident //= 2  # other ranks' blocks need not leave the room where it is needed
+        resident //= parts
         num_clusters = min(num_tokens, max(1, resident * granted // self._num_sms))
         if 1 < num_clusters < num_tokens:
             num_clusters -= 1 - num_clusters % 2  # odd: a cluster meets tokens of every owner
