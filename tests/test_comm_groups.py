@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cupy_moe.comm.agreement import agree, vote
 from cupy_moe.comm.groups import (
     FileStore,
     Group,
@@ -20,9 +21,7 @@ from cupy_moe.comm.groups import (
     SingleRank,
     StoreGroup,
     ThreadGroup,
-    agree,
     as_group,
-    vote,
 )
 from tests.emulated_ranks import run_ranks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -169,6 +170,44 @@ def test_ranks_that_pass_different_sizes(
         close_tp_moe_finalize_rmsnorm()
 
     run_ranks(2, work)
+
+
+@pytest.mark.parametrize("failing", ["_refuse_capture", "compute_capability", "device_shapes"])
+def test_what_fails_on_one_rank_is_raised_on_all(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"_refuse_capture": None, "compute_capability": (9, 0), "device_shapes": {}}
+
+    def step(name: str) -> Any:
+        def answer(device: int, *sizes: int) -> Any:
+            if name == failing and device == 1:
+                raise ModuleNotFoundError("no CuPy")
+            return answers[name]
+
+        return answer
+
+    monkeypatch.setattr(finalize_rmsnorm, "_refuse_capture", step("_refuse_capture"))
+    for name in ("compute_capability", "device_shapes"):
+        monkeypatch.setattr(opening, name, step(name))
+
+    def work(group: Group) -> None:
+        with pytest.raises(RuntimeError, match=r"rank 1: ModuleNotFoundError: no CuPy"):
+            init(group=group, device=group.rank)
+        assert init(group=group)  # nobody is left behind
+        close_tp_moe_finalize_rmsnorm()
+
+    run_ranks(2, work)
+
+
+def test_what_fails_with_the_group_is_raised_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int) -> None:
+        raise RuntimeError("a CUDA graph is being captured")
+
+    monkeypatch.setattr(finalize_rmsnorm, "_refuse_capture", refuse)
+    group = StoreLike()
+    monkeypatch.setattr(group, "all_gather", mock.Mock(side_effect=ConnectionError))
+    with pytest.raises(RuntimeError, match="is being captured"):
+        init(group=group, device=0)
 
 
 def test_rows_that_the_gpu_cannot_hold(

@@ -7,6 +7,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cupy_moe.comm.agreement import on_all
 from cupy_moe.comm.groups import Group, as_group
 from cupy_moe.comm.host import HostWorkspace
 from cupy_moe.comm.opening import Workspace, open_workspace
@@ -132,9 +133,9 @@ def init_tp_moe_finalize_rmsnorm(
         A group of no known kind, a size that no workspace can have, or another one than on other
         ranks.
     RuntimeError
-        Initialized for another group, device or sizes already; a CUDA graph is being captured;
-        memory could not be allocated or mapped on any rank, which every rank is told after all has
-        been given back.
+        Initialized for another group, device or sizes already. On any rank a CUDA graph is being
+        captured, a package or the device is missing, or memory could not be allocated or mapped;
+        every rank is told which one, after all has been given back.
 
     Notes
     -----
@@ -174,7 +175,7 @@ def init_tp_moe_finalize_rmsnorm(
             f"{_INIT}: initialized for another group already. Call close_{OPERATION} on every rank "
             "first."
         )
-    _refuse_capture(where)
+    on_all(ranks, _INIT, lambda: _refuse_capture(where))
     workspace = open_workspace(_INIT, ranks, where, sizes)
     _registry.set(_State(ranks, sizes, where, workspace), of_thread=ranks.is_thread)
     return workspace is not None

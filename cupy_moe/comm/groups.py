@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,9 +21,7 @@ __all__ = [
     "StoreGroup",
     "ThreadGroup",
     "TorchGroup",
-    "agree",
     "as_group",
-    "vote",
 ]
 
 _POLL_S = 0.002
@@ -317,49 +315,3 @@ def as_group(group: Any, device: int = -1) -> Group:
         "init_tp_moe_finalize_rmsnorm: group must be a torch.distributed process group, an mpi4py "
         f"communicator or a cupy_moe.comm group, got {type(group).__name__}."
     )
-
-
-def agree(group: Group, operation: str, terms: object) -> None:
-    """Refuse on every rank what the ranks do not pass alike; collective.
-
-    Parameters
-    ----------
-    group : Group
-    operation : str
-        Names the operation in the error.
-    terms : object
-        What must have the same ``repr`` on every rank.
-
-    Raises
-    ------
-    ValueError
-        The ranks differ; says what each one passed.
-    """
-    given = [data.decode() for data in group.all_gather(repr(terms).encode())]
-    if len(set(given)) > 1:
-        each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(given))
-        raise ValueError(f"{operation}: every rank must pass the same, got {each}.")
-
-
-def vote(group: Group, failure: str | None) -> list[str]:
-    """Tell every rank what failed on any; collective.
-
-    Parameters
-    ----------
-    group : Group
-    failure : str, optional
-        What failed here; None if nothing did.
-
-    Returns
-    -------
-    list of str
-        ``"rank q: what failed"`` of every rank where something did, the same on all ranks.
-    """
-    votes = group.all_gather(b"" if failure is None else failure.encode())
-    return list(_named(votes))
-
-
-def _named(votes: Iterable[bytes]) -> Iterable[str]:
-    for rank, failure in enumerate(votes):
-        if failure:
-            yield f"rank {rank}: {failure.decode()}"

@@ -6,7 +6,8 @@ import logging
 from dataclasses import asdict
 from typing import TypeAlias
 
-from cupy_moe.comm.groups import Group, agree, vote
+from cupy_moe.comm.agreement import agree, on_all, vote
+from cupy_moe.comm.groups import Group
 from cupy_moe.comm.host import HostWorkspace
 from cupy_moe.comm.launches import device_shapes
 from cupy_moe.comm.rules import WorkspaceSizes
@@ -48,7 +49,7 @@ def open_workspace(
         See `FinalizeWorkspace`; on every rank.
     """
     agree(group, operation, (sizes, "host memory" if device == HOST else "GPUs"))
-    unsupported = vote(group, _unsupported(group, device, sizes))
+    unsupported = vote(group, on_all(group, operation, lambda: _unsupported(group, device, sizes)))
     if unsupported:
         _logger.warning("%s: not supported: %s", operation, "; ".join(unsupported))
         return None

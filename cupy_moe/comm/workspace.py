@@ -10,10 +10,11 @@ from concurrent import futures
 from contextlib import ExitStack
 from functools import cache
 from types import TracebackType
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
+from cupy_moe.comm.agreement import ResultT, SetUpError, agree, on_all
 from cupy_moe.comm.errors import PeerTimeoutError
-from cupy_moe.comm.groups import Group, agree, vote
+from cupy_moe.comm.groups import Group
 from cupy_moe.comm.launches import REPORT_WORDS, Call, CallLaunches, Launcher
 from cupy_moe.comm.layout import SchemeLimits, WorkspaceLayout, choose_scheme, default_limits
 from cupy_moe.comm.repeated import Key
@@ -29,17 +30,12 @@ from cupy_moe.runtime.requirements import import_cupy
 
 __all__ = ["FinalizeWorkspace"]
 
-ResultT = TypeVar("ResultT")
 _Place: TypeAlias = "tuple[Key, int | None, int]"  # with the id of a stream and ranks on the device
 
 _INIT = f"init_{OPERATION}"
 _logger = logging.getLogger("cupy_moe")
 MAX_CALLS = 1024  # that are remembered, about 3 KiB each
 GRACE_S = 5.0  # for the host of a rank to see that a launch has given up
-
-
-class SetUpError(RuntimeError):
-    """A step of making a workspace failed on some rank."""
 
 
 class FinalizeWorkspace:
@@ -141,18 +137,8 @@ class FinalizeWorkspace:
         self._is_open = True
 
     def _on_all(self, step: Callable[[], ResultT]) -> ResultT:
-        """Do a step on every rank; if it fails on any, raise on all."""
-        failure, done = "", []
-        try:
-            done.append(step())
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure = f"{type(error).__name__}: {error}"
-        failures = vote(self.group, failure or None)
-        if failures:
-            raise SetUpError(
-                f"{_INIT}: no workspace of {self.layout.num_bytes} B a rank: {'; '.join(failures)}"
-            )
-        return done[0]
+        what = f"{_INIT}: no workspace of {self.layout.num_bytes} B a rank"
+        return on_all(self.group, what, step)
 
     def _allocate(self) -> list[MemoryOffer]:
         def step() -> MemoryOffer:
