@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import queue
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from cupy_moe.bench import finalize, finalize_ranks
 from cupy_moe.bench.finalize_ranks import FinalizeRow, floor_us, sent_bytes
 from cupy_moe.bench.finalize_schemes import switch_points
 from cupy_moe.cli.bench_finalize import finalize_table, switch_lines
@@ -73,3 +76,44 @@ def test_table_of_schemes() -> None:
     assert "ExpertOwner" in text
     (line,) = switch_lines(rows)
     assert line.startswith("4 ranks: EveryRank up to 1 tokens, then ExpertOwner up to 0, then")
+
+
+# --- ranks that fail ------------------------------------------------------------------------------
+
+
+def collect(answers: list[tuple[int, list[str], str | None]], codes: list[int | None]) -> object:
+    results: queue.Queue[object] = queue.Queue()
+    for answer in answers:
+        results.put(answer)
+    return finalize._collect(results, [SimpleNamespace(exitcode=code) for code in codes])
+
+
+def test_rows_of_rank_0() -> None:
+    assert collect([(1, ["other"], None), (0, ["row"], None)], [0, 0]) == ["row"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "codes", "message"),
+    [
+        ([(0, ["row"], None)], [0, -9], "rank 1 ended without a result, exit code -9"),
+        ([(0, ["row"], None), (1, [], "no memory")], [0, 0], "rank 1: no memory"),
+        ([(0, ["row"], None)], [0, None], r"no result of ranks \[1\]"),
+    ],
+)
+def test_a_rank_without_a_result(
+    answers: list[tuple[int, list[str], str | None]],
+    codes: list[int | None],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finalize, "_POLL_S", 0.01)
+    monkeypatch.setattr(finalize, "_TIMEOUT_S", 0.2)
+    with pytest.raises(RuntimeError, match=message):
+        collect(answers, codes)
+
+
+def test_ranks_without_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(finalize_ranks, "init_tp_moe_finalize_rmsnorm", lambda **sizes: False)
+    with pytest.raises(RuntimeError, match="not supported"):
+        finalize_ranks.measure_rank([1], 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from cupy_moe.kernels.finalize_rmsnorm import RANKS
 __all__ = ["measure_finalize"]
 
 _TIMEOUT_S = 600
+_POLL_S = 1.0
 
 
 def measure_finalize(
@@ -109,17 +112,36 @@ def _launch(size: int, tokens: Sequence[int], replays: int, schemes: bool) -> li
         for process in processes:
             process.start()
         try:
-            return _collect(results, size)
+            return _collect(results, processes)
         finally:
             for process in processes:
                 process.kill()
 
 
-def _collect(results: Any, size: int) -> list[FinalizeRow]:
+def _collect(results: Any, processes: Sequence[Any]) -> list[FinalizeRow]:
+    """Rows of rank 0, once all ranks have answered."""
     found: list[FinalizeRow] = []
-    for _ in range(size):
-        rank, rows, failure = results.get(timeout=_TIMEOUT_S)
+    missing = set(range(len(processes)))
+    while missing:
+        rank, rows, failure = _next_answer(results, processes, missing)
         if failure is not None:
             raise RuntimeError(f"bench finalize: rank {rank}: {failure}")
+        missing.remove(rank)
         found = rows if rank == 0 else found
     return found
+
+
+def _next_answer(results: Any, processes: Sequence[Any], missing: set[int]) -> Any:
+    end = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < end:
+        # Before the look at the queue: what a process has sent is there when it ends.
+        ended = [rank for rank in sorted(missing) if processes[rank].exitcode is not None]
+        try:
+            return results.get(timeout=_POLL_S)
+        except queue.Empty:
+            for rank in ended:
+                code = processes[rank].exitcode
+                raise RuntimeError(
+                    f"bench finalize: rank {rank} ended without a result, exit code {code}."
+                ) from None
+    raise RuntimeError(f"bench finalize: no result of ranks {sorted(missing)} in {_TIMEOUT_S} s.")

@@ -19,7 +19,11 @@ from cupy_moe.bench.finalize_contenders import (
     two_shot,
 )
 from cupy_moe.bench.finalize_schemes import time_schemes
-from cupy_moe.comm import close_tp_moe_finalize_rmsnorm, init_tp_moe_finalize_rmsnorm
+from cupy_moe.comm import (
+    check_tp_moe_finalize_rmsnorm,
+    close_tp_moe_finalize_rmsnorm,
+    init_tp_moe_finalize_rmsnorm,
+)
 from cupy_moe.comm.layout import choose_scheme, default_limits
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
 
@@ -81,11 +85,20 @@ def measure_rank(
     -------
     list of FinalizeRow
         The same contenders on every rank, so that the ranks stay together.
+
+    Raises
+    ------
+    RuntimeError
+        The operation is not supported, or a call gave up waiting for another rank.
     """
     import torch.distributed as dist
 
     by_scheme = time_schemes(tokens, replays) if schemes else {}
-    assert init_tp_moe_finalize_rmsnorm(max_tokens=max(1024, *tokens))
+    if not init_tp_moe_finalize_rmsnorm(max_tokens=max(1024, *tokens)):
+        raise RuntimeError(
+            "bench finalize: the operation is not supported by these ranks or their GPUs; a "
+            "warning of the logger cupy_moe says why."
+        )
     try:
         bandwidth = push_bandwidth()
     except Exception:  # symmetric memory of torch is needed for it: no floor then
@@ -127,4 +140,5 @@ def _measure(row: FinalizeRow, replays: int) -> FinalizeRow:
         problem.ours()
     row.host_us = 1e6 * (time.perf_counter() - start) / 50
     torch.cuda.synchronize()
+    check_tp_moe_finalize_rmsnorm()
     return row

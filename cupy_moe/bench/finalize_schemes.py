@@ -38,6 +38,11 @@ def time_schemes(tokens: Sequence[int], replays: int) -> dict[int, dict[str, flo
     -------
     dict
         us a call, by number of tokens and name of the scheme.
+
+    Raises
+    ------
+    PeerTimeoutError
+        A call gave up waiting for another rank.
     """
     import torch
 
@@ -59,6 +64,7 @@ def time_schemes(tokens: Sequence[int], replays: int) -> dict[int, dict[str, flo
                 work = FinalizeProblem(num_tokens).on_workspace(workspace)
                 count = num_calls(num_tokens)
                 us = median_replay(captured(work, count), replays) / count
+                workspace.check()  # after a wait that was given up the rest is no work
                 found[num_tokens][scheme.name] = us
     return found
 
