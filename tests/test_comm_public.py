@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 
 from cupy_moe.comm import (
+    FileStore,
     PeerTimeoutError,
+    StoreGroup,
     ThreadGroup,
+    check_arrays,
     check_tp_moe_finalize_rmsnorm,
     close_tp_moe_finalize_rmsnorm,
     finalize_rmsnorm,
@@ -22,6 +26,7 @@ from cupy_moe.comm import (
     tp_moe_finalize_rmsnorm,
 )
 from cupy_moe.comm.groups import Group, SingleRank
+from cupy_moe.comm.host import HostWorkspace
 from cupy_moe.fused_moe import trtllm_fp8_per_tensor_scale_routed_moe
 from cupy_moe.testing.inputs import Fp8Layer, make_fp8_layer, make_hidden_states, make_topk
 from tests.emulated_ranks import run_ranks
@@ -302,6 +307,26 @@ def test_a_rank_that_does_not_call() -> None:
                 check_tp_moe_finalize_rmsnorm()
             assert np.isnan(out.astype(np.float32)).all()
         close_tp_moe_finalize_rmsnorm()
+
+    run_ranks(2, work)
+
+
+def test_a_rank_that_calls_when_the_other_has_given_up(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, timeout_s=1.0)
+
+    def work(thread: Group) -> None:
+        sizes = {"hidden_size": 64, "top_k": 2, "timeout_s": 0.2}
+        workspace = HostWorkspace(StoreGroup(thread.rank, 2, store), **sizes)
+        case = make_case(1, 2, hidden_size=64, top_k=2)
+        out = np.zeros((2, 64), BF16)
+        arrays = check_arrays(*case.arguments(0), out, device=HOST, hidden_size=64, top_k=2)
+        for rank in range(2):  # one after the other
+            if rank == thread.rank:
+                for _ in range(2):
+                    with pytest.raises(PeerTimeoutError, match="for another rank in call 1"):
+                        workspace.run(arrays, case.options)
+                assert np.isnan(out.astype(np.float32)).all()
+            thread.barrier()
 
     run_ranks(2, work)
 

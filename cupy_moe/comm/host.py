@@ -65,10 +65,9 @@ class HostWorkspace:
             A rank has not come in this call or an earlier one. The output is NaN.
         """
         self.check()
-        self._meet(arrays)
         index = to_numpy(arrays.index).reshape(-1, self.top_k)
         own = (_bits(arrays.gemm2)[:, : self.hidden_size], index)
-        gathered = [pickle.loads(data) for data in self.group.all_gather(pickle.dumps(own))]
+        gathered = [pickle.loads(data) for data in self._gather(arrays, pickle.dumps(own))]
         tokens = [len(idx) for _, idx in gathered]
         if len(set(tokens)) > 1:
             raise ValueError(
@@ -87,18 +86,25 @@ class HostWorkspace:
             weight_before_norm=options.weight_before_norm,
         )
 
-    def _meet(self, arrays: FinalizeArrays) -> None:
-        """Wait for all ranks as long as a launch would."""
+    def _gather(self, arrays: FinalizeArrays, own: bytes) -> list[bytes]:
+        """Exchange bytes after waiting for all ranks as long as a launch would."""
         self._num_calls += 1
         try:
             self.group.rendezvous(self.timeout_s)
         except TimeoutError as error:
-            _bits(arrays.output)[...] = _NAN
-            call, tokens = self._num_calls, arrays.num_tokens
-            self._failure = PeerTimeoutError(
-                OPERATION, self.group.rank, None, call, tokens, self.timeout_s
-            )
-            raise self._failure from error
+            raise self._give_up(arrays) from error
+        try:
+            return self.group.all_gather(own)
+        except Exception as error:  # of whatever library the group is: a rank has given up
+            raise self._give_up(arrays) from error
+
+    def _give_up(self, arrays: FinalizeArrays) -> PeerTimeoutError:
+        _bits(arrays.output)[...] = _NAN
+        call, tokens = self._num_calls, arrays.num_tokens
+        self._failure = PeerTimeoutError(
+            OPERATION, self.group.rank, None, call, tokens, self.timeout_s
+        )
+        return self._failure
 
 
 def _bits(ref: ArrayRef) -> HostArray:
