@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from cupy_moe import pipeline
 from cupy_moe.testing.compare import assert_bit_equal, assert_within, compare, to_host
 from cupy_moe.testing.fp4_inputs import Fp4Sizes, fp4_layer
-from cupy_moe.tiling import Tiling
+from cupy_moe.tiling import tile_candidates
 from cupy_moe.types import ActivationType
 from cupy_moe.weights import prepare_gemm2_scales
 from tests.fp4_calls import FORMS, MODES, run
@@ -22,6 +21,7 @@ from tests.gpu.fp4_layers import (
     on_library,
 )
 from tests.gpu.support import BF16, LIBRARIES, full, poisoned_allocations
+from tests.gpu.tilings import planned
 from tests.gpu_evidence import Evidence
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,6 @@ SIZES = [
     Fp4Sizes(300, inter=512, experts=3, block_bytes=64),
 ]
 LARGE = Fp4Sizes(2000, hidden=1280, experts=3)
-TILINGS = [Tiling(tile_n, 128, 128) for tile_n in (8, 16, 32)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,12 +97,16 @@ def test_half_of_k_that_is_half_a_step(form: str) -> None:
 
 
 @each_mode
-def test_tilings_and_partitions_give_the_same_bits(mode: str) -> None:
+def test_tilings_and_partitions_give_the_same_bits(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = planned(monkeypatch)
     for tokens in (2, 150):
         sizes = Fp4Sizes(tokens, hidden=512)
         arguments = on_library(fp4_layer(mode, "whole", sizes), "torch")
         expected = output_of("whole", arguments)
-        tilings = [*TILINGS, replace(TILINGS[0], sort=True)] if tokens == 2 else TILINGS
+        tilings = tile_candidates(*problems[-1])
+        assert {tiling.sort for tiling in tilings} == ({False, True} if tokens == 2 else {False})
         for tiling in tilings:
             with pipeline.tiled_as(tiling):
                 assert_bit_equal(output_of("whole", arguments), expected, str(tiling))
