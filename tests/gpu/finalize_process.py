@@ -287,6 +287,19 @@ def two_groups(world: Group) -> None:
     world.barrier()
 
 
+def pairs(world: Group) -> None:
+    """Ranks 0, 1 and 2, 3, and so on: groups at once, a process a rank, with equal random seeds."""
+    random.seed(0)
+    store = FileStore(Path(sys.argv[4]) / "pairs", timeout_s=40.0)
+    own = StoreGroup(world.rank % 2, 2, store, f"pair {world.rank // 2}")
+    case = make_case(2, 5, hidden_size=1024)
+    rank = GpuRank(own, case, device_of(world.rank), timeout_s=30.0)
+    world.barrier()
+    for out in rank.run(case, num_calls=3):
+        case.check(out)
+    rank.workspace.close()
+
+
 def layer(group: Group) -> None:
     """An FP8 layer cut along its intermediate dimension against the whole layer on one GPU."""
     import cupy
@@ -340,6 +353,7 @@ SCENARIOS: dict[str, Any] = {
         no_memory,
         allocators,
         two_groups,
+        pairs,
         layer,
     )
 }

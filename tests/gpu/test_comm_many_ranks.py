@@ -32,8 +32,8 @@ pytestmark = pytest.mark.gpu
 
 SCHEMES = pytest.mark.parametrize("scheme", FinalizeScheme, ids=lambda scheme: scheme.name)
 GROUP_SIZES = (4, 8)
-ALONE = ("golden", "tricky", "random_calls", "layer", "raises_first", "slow_producer")
-IN_TURNS = ("golden", "few_calls")
+ALONE = ("golden", "tricky", "random_calls", "pairs", "layer", "raises_first", "slow_producer")
+IN_TURNS = ("golden", "few_calls", "pairs")
 
 
 @pytest.fixture(autouse=True)
