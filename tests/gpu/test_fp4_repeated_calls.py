@@ -13,10 +13,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from cupy_moe import bound_layer
-from cupy_moe.fused_moe import MoePartitionResources, repeated
+from cupy_moe.fused_moe import MoePartitionResources
 from cupy_moe.runtime.devices import sm_count
-from cupy_moe.runtime.graph import LaunchGraph
 from cupy_moe.runtime.streams import GreenPartitions
 from cupy_moe.testing.compare import assert_bit_equal, to_host
 from cupy_moe.testing.fp4_inputs import Fp4Sizes, fp4_layer
@@ -48,17 +46,6 @@ each_library = pytest.mark.parametrize("library", LIBRARIES)
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> None:
     compile_kernels()
-
-
-@pytest.fixture
-def graphs() -> Iterator[mock.Mock]:
-    """Counts launches of graphs, from now on and of calls not seen before."""
-    for memory in (repeated.accepted, bound_layer._places):
-        memory.cache_clear()
-    with mock.patch.object(
-        LaunchGraph, "enqueue", autospec=True, side_effect=LaunchGraph.enqueue
-    ) as enqueue:
-        yield enqueue
 
 
 @pytest.fixture

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from cupy_moe import bound_layer
-from cupy_moe.fused_moe import repeated
 from cupy_moe.runtime.devices import check, compute_capability
-from cupy_moe.runtime.graph import LaunchGraph
 from cupy_moe.runtime.streams import GreenPartitions, stream_handle
 from cupy_moe.testing.compare import assert_bit_equal, to_host
 from cupy_moe.testing.inputs import move_arguments
@@ -45,17 +41,6 @@ each_library = pytest.mark.parametrize("library", LIBRARIES)
 def eager(arguments: dict[str, Any], library: str) -> np.ndarray:
     """Output of an eager call on fresh arrays."""
     return to_host(routed_moe(**move_arguments(arguments, library)))
-
-
-@pytest.fixture
-def graphs() -> Iterator[mock.Mock]:
-    """Counts launches of graphs, from now on and of calls not seen before."""
-    for memory in (repeated.accepted, bound_layer._places):
-        memory.cache_clear()
-    with mock.patch.object(
-        LaunchGraph, "enqueue", autospec=True, side_effect=LaunchGraph.enqueue
-    ) as enqueue:
-        yield enqueue
 
 
 def static_arguments(library: str, **options: Any) -> dict[str, Any]:
