@@ -124,7 +124,9 @@ def max_token_tiles(num_slots: int, local_num_experts: int, tile_n: int) -> int:
 
 
 def _persistent_grid(config: GemmConfig, rows: int, token_tiles: int, num_sms: int) -> int:
-    return max(1, min(num_sms * config.min_blocks, rows // config.tile_m * token_tiles))
+    cluster = config.cluster
+    most = num_sms * config.min_blocks // cluster
+    return cluster * max(1, min(most, -(-rows // (cluster * config.tile_m)) * token_tiles))
 
 
 def _parts(

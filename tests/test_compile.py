@@ -150,6 +150,10 @@ def test_grouped_gemm_runs_on_tensor_cores_with_async_copies(arch, kernels):
             is_fp8 = config["moe_format"] is MoeFormat.Fp8
             expected += WGMMA_OF_E4M3 if is_fp8 else WGMMA_OF_FP4
             expected += ["LDGSTS"] if config["gather_tokens"] else []
+            if config["cluster"] > 1:
+                expected.append("UTMALDG.3D.MULTICAST")
+                # Of the two meetings. A fence at every stage cost 40 % of the time.
+                assert sass.count("MEMBAR.ALL.GPU") == 2, spec
         assert [name for name in expected if name not in sass] == [], spec
         assert [name for name in LOCAL_MEMORY if name in sass] == [], spec
 

@@ -57,7 +57,10 @@ def test_any_problem_gets_one_of_its_candidates(device: DeviceTraits, problem: M
         for part in parts:
             assert part.rows % config.tile_m == 0
             # Blocks look their first tile up before they know how many there are.
-            assert 1 <= part.grid <= part.rows // config.tile_m * (plan.capacity // plan.tile_n)
+            num_m_tiles = -(-part.rows // (config.tile_m * config.cluster))
+            num_clusters, rest = divmod(part.grid, config.cluster)
+            assert rest == 0
+            assert 1 <= num_clusters <= num_m_tiles * (plan.capacity // plan.tile_n)
     assert sum(part.rows for part in plan.fc1_parts) == problem.fc1_rows
     assert sum(part.rows * part.k for part in plan.fc2_parts) == (
         problem.hidden_size * problem.intermediate_size
@@ -106,7 +109,7 @@ def test_a_tiling_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "on_h200", "on_a100"),
-    [(1, 8, 8), (64, 8, 8), (128, 16, 16), (256, 32, 32), (4096, 96, 64)],
+    [(1, 8, 8), (64, 8, 8), (128, 16, 16), (256, 24, 32), (1024, 96, 64), (4096, 192, 64)],
 )
 def test_most_experts_of_fp4_layers_have_one_tile(tokens: int, on_h200: int, on_a100: int) -> None:
     problem = replace(LAYER, num_tokens=tokens, moe_format=MoeFormat.Bf16)
@@ -118,7 +121,7 @@ def test_most_experts_of_fp4_layers_have_one_tile(tokens: int, on_h200: int, on_
 def test_many_tokens_of_fp4_layers_share_as_many_weight_rows_as_divide(
     hidden: int, tile_m: int
 ) -> None:
-    problem = replace(LAYER, num_tokens=4096, hidden_size=hidden, moe_format=MoeFormat.Bf16)
+    problem = replace(LAYER, num_tokens=1024, hidden_size=hidden, moe_format=MoeFormat.Bf16)
     tiling = choose_tiling(problem, H200)
     assert (tiling.fc1_tile_m, tiling.fc2_tile_m, tiling.gather) == (256, tile_m, False)
 

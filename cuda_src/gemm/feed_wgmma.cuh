@@ -4,6 +4,9 @@
 // on their number format, which also copies them, by TMA. Tokens lie window by window of K, in rows
 // of 128 bytes; they come by TMA where rows are in place, else they are gathered by cp.async. A
 // queue hands the tiles of the block to all roles.
+//
+// Blocks of a cluster compute neighbouring weight tiles of the same tokens: each copies its share
+// of them into the shared memory of all. So a stage is refilled once all blocks have left it.
 #pragma once
 
 #include "common/types.cuh"
@@ -12,6 +15,7 @@
 #include "gemm/scheduler.cuh"
 #include "gemm/stage_e4m3.cuh"
 #include "gemm/stage_fp4.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -31,6 +35,7 @@ template <typename Config>
 struct FeedWgmma {
   using Stage = typename StageOf<Config, Config::kMoeFormat>::type;
   static constexpr i32 kNumStages = Config::kNumStages;
+  static constexpr i32 kCluster = Config::kCluster;
   static_assert(kNumStages >= 2, "a stage is held until the next one is begun");
   static constexpr i32 kWindows = Stage::kWindows;        // of a stage
   static constexpr i32 kTokenRowBytes = 128;              // one row of the 128-byte swizzle
@@ -43,10 +48,11 @@ struct FeedWgmma {
   static constexpr i32 kTokenBox = Config::kTokenBox;
   static constexpr i32 kTokenBoxes = Config::kTileN / kTokenBox;
   static constexpr i32 kBoxWindows = kTokenBoxes > 1 ? 1 : kWindows;
+  static_assert(!Config::kGatherTokens || kCluster == 1, "tensor copies reach other blocks");
   static constexpr i32 kScaledRows = kIsFc1<Config> ? Config::kTileN : 1;
 
   using Ring = RingCursor<kNumStages>;
-  using Queue = TileQueue<kConsumerWarps + kTokenWarps>;
+  using Queue = TileQueue<kConsumerWarps + kTokenWarps, kCluster>;
 
   struct Smem : Order<Config> {
     alignas(1024) u8 tokens[kNumStages][kWindows * kTokenWindowBytes];
@@ -66,12 +72,33 @@ struct FeedWgmma {
     if (threadIdx.x == 0) {
       for (i32 stage = 0; stage < kNumStages; ++stage) {
         ptx::mbarrier_init(&smem.full[stage], 1 + kTokenWarps);
-        ptx::mbarrier_init(&smem.empty[stage], kConsumerWarps);
+        ptx::mbarrier_init(&smem.empty[stage], kConsumerWarps * kCluster);
       }
       smem.queue.init();
       ptx::fence_mbarrier_init();
     }
     __syncthreads();
+    meet_cluster();
+  }
+
+  // Barriers of all blocks are there, or nobody needs those of another block any longer.
+  __device__ static void meet_cluster() {
+    if constexpr (kCluster > 1) {
+      ptx::barrier_cluster_arrive();
+      ptx::barrier_cluster_wait();
+    }
+  }
+
+  // By whole warps, kConsumerWarps: this one has left a stage.
+  __device__ __forceinline__ static void release(Smem& smem, i32 slot) {
+    const i32 lane = static_cast<i32>(threadIdx.x) % 32;
+    if constexpr (kCluster > 1) {
+      if (lane < kCluster) {
+        ptx::mbarrier_arrive_cluster(ptx::mapa_shared_cluster(&smem.empty[slot], lane));
+      }
+    } else {
+      if (lane == 0) ptx::mbarrier_arrive(&smem.empty[slot]);
+    }
   }
 
   // Before the list of tiles is there, for many slots: most probably every expert has one token
@@ -87,24 +114,48 @@ struct FeedWgmma {
   }
 
   __device__ static void copy_weights(Smem& smem, const Params& p) {
-    const ptx::L2Hint hint = p.stream_weights ? ptx::L2Hint::EvictFirst : ptx::L2Hint::EvictNormal;
-    const TileList<Config> tiles(p, smem);
-    Tile tile;
     Ring ring;
     typename Queue::Cursor queued;
-    u32 index = blockIdx.x;
+    Tile tile;
+    if (kCluster > 1 && ptx::cluster_ctarank() > 0) {
+      while (smem.queue.pop_alone(queued, tile)) copy_tile(smem, p, tile, ring);
+      return;
+    }
+    const TileList<Config> tiles(p, smem);
+    const u32 num_clusters = gridDim.x / kCluster;
+    u32 index = blockIdx.x / kCluster;
     while (true) {
       const bool found = tiles.locate(index, tile);
       if (!found) tile.num_rows = 0;
       smem.queue.push(queued, tile);
       if (!found) return;
       const u32 next =
-          gridDim.x + (p.tile_counter != nullptr ? atomicAdd(p.tile_counter, 1u) : index);
-      for (i32 step = 0; step < num_steps(p); ++step, ring.advance()) {
-        ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
-        Stage::copy_weights(p, tile, step, smem.weights[ring.slot], &smem.full[ring.slot], hint);
-      }
+          num_clusters + (p.tile_counter != nullptr ? atomicAdd(p.tile_counter, 1u) : index);
+      copy_tile(smem, p, tile, ring);
       index = next;
+    }
+  }
+
+  // Past the end of the weights the last tile again: nobody looks at its products.
+  __device__ __forceinline__ static void copy_tile(Smem& smem, const Params& p, Tile tile,
+                                                   Ring& ring) {
+    const ptx::L2Hint hint = p.stream_weights ? ptx::L2Hint::EvictFirst : ptx::L2Hint::EvictNormal;
+    if constexpr (kCluster > 1) tile.m_tile = min(tile.m_tile, p.m / Config::kTileM - 1);
+    for (i32 step = 0; step < num_steps(p); ++step, ring.advance()) {
+      ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
+      Stage::copy_weights(p, tile, step, smem.weights[ring.slot], &smem.full[ring.slot], hint);
+    }
+  }
+
+  // Tokens of a stage, to all blocks of a cluster by the one whose turn it is.
+  __device__ __forceinline__ static void copy_box(const Params& p, u8* tokens, u64* full, i32 row,
+                                                  i32 window, i32 turn) {
+    if constexpr (kCluster > 1) {
+      if (turn != ptx::cluster_ctarank()) return;
+      ptx::tma_load_3d_multicast(tokens, &p.token_map, full, 0, row, window, (1 << kCluster) - 1,
+                                 ptx::L2Hint::EvictNormal);
+    } else {
+      ptx::tma_load_3d(tokens, &p.token_map, full, 0, row, window, ptx::L2Hint::EvictNormal);
     }
   }
 
@@ -128,9 +179,8 @@ struct FeedWgmma {
 #pragma unroll
           for (i32 box = 0; box < kTokenBoxes; ++box) {
             if (box >= num_boxes) break;
-            ptx::tma_load_3d(tokens + box * box_bytes, &p.token_map, &smem.full[ring.slot], 0,
-                             tile.first_row + box * kTokenBox, window + i,
-                             ptx::L2Hint::EvictNormal);
+            copy_box(p, tokens + box * box_bytes, &smem.full[ring.slot],
+                     tile.first_row + box * kTokenBox, window + i, (box + i) % kCluster);
           }
         }
       }

@@ -51,7 +51,8 @@ struct MainloopWgmma {
   // Of a thread. Gathering needs an address a row, of which small tiles have few.
   static constexpr i32 kLaunchRegisters = 65536 / (kNumThreads * Config::kMinBlocks) / 8 * 8;
   static constexpr bool kFewRegisters = kLaunchRegisters < 128;
-  static constexpr i32 kGatherRegisters = kFewRegisters ? max(32, 24 + Config::kTileN / 2) : 72;
+  static constexpr i32 kGatherRegisters =
+      kFewRegisters ? max(32, ceil_div(24 + Config::kTileN / 2, 8) * 8) : 72;
   static constexpr i32 kCopyRegisters = kFewRegisters ? 32 : 40;
   static constexpr i32 kProducerRegisters =
       Config::kGatherTokens ? kGatherRegisters : kCopyRegisters;
@@ -88,9 +89,8 @@ struct MainloopWgmma {
   // What the epilogue of FC1 needs arrives while products run, which need the registers.
   __device__ __forceinline__ static void stage_scales(Smem& smem, const Params& p,
                                                       const Group& group, const Tile& tile) {
-    if (group.thread < tile.num_rows) {
-      smem.token_scale[group.index][group.thread] =
-          load_token_scale<Config>(p, smem, tile.first_row + group.thread);
+    for (i32 row = group.thread; row < tile.num_rows; row += kGroupThreads) {
+      smem.token_scale[group.index][row] = load_token_scale<Config>(p, smem, tile.first_row + row);
     }
     if (group.thread == kGroupThreads - 1) {
       smem.expert_scales[group.index] = load_scales<Config>(p, tile.expert);
@@ -159,6 +159,7 @@ struct MainloopWgmma {
       if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
       consume(smem, p, warp / 4, epilogue);
     }
+    Feed::meet_cluster();
   }
 };
 

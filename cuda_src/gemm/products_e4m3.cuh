@@ -56,7 +56,7 @@ struct ProductsE4m3 {
 #pragma unroll
         for (i32 i = 0; i < kN / 2; ++i) acc[m][i / 4][i % 4] += partial[i];
       }
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&smem.empty[ring.slot]);
+      Feed::release(smem, ring.slot);
     }
   }
 

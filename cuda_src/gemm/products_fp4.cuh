@@ -31,6 +31,10 @@ template <>
 struct ProductWidths<96> {
   static constexpr i32 kWidths[] = {32, 48, 64, 72, 80, 96};
 };
+template <>
+struct ProductWidths<192> {
+  static constexpr i32 kWidths[] = {64, 96, 128, 160, 192};
+};
 
 template <typename Config>
 struct ProductsFp4 {
@@ -42,16 +46,22 @@ struct ProductsFp4 {
   static constexpr i32 kGroupRows = Feed::kGroupRows;
   static constexpr i32 kFragsM = kGroupRows / 64;
   static constexpr i32 kTileN = Config::kTileN;
-  // Groups of products that may run while the next ones are widened: a second set of fragments
-  // takes registers, and other warps of a scheduler fill the time as well.
-  static constexpr i32 kPending = kFragsM * Feed::kConsumers * Config::kMinBlocks < 4 ? 1 : 0;
+  // With few units on a multiprocessor no other warp fills the time in which one is widened: the
+  // products of half a window run while the other half is. There are registers for a loop for every
+  // width, too, of which ptxas gives each its own for fragments; others branch on the width.
+  static constexpr bool kFewUnits = kFragsM * Feed::kConsumers * Config::kMinBlocks < 4;
+  static constexpr i32 kParts = kFewUnits ? 2 : 1;
   static constexpr float kAccScale = Scale::kGain;
   using UnitAccumulators = float[kTileN / 8][4];
   using Accumulators = UnitAccumulators[kFragsM];
   static constexpr auto& kWidths = ProductWidths<kTileN>::kWidths;
   static constexpr i32 kNumWidths = sizeof(kWidths) / sizeof(kWidths[0]);
-  template <i32 kUnits>
-  using Fragments = u32[kUnits][4][4];  // of the four products of each
+  template <i32 kWidth>
+  struct Width {
+    static constexpr i32 kIndex = kWidth;
+    static constexpr i32 kColumns = kWidths[kWidth];
+  };
+  using Fragments = u32[4][4];  // of the four products of a unit and window
 
   // What a thread has of a unit: of rows g and g + 8 eight bytes of codes, and their scale.
   struct Codes {
@@ -123,8 +133,9 @@ struct ProductsFp4 {
     return false;
   }
 
-  template <bool kRare>
-  __device__ __forceinline__ static void widen(const Codes& codes, u32 (&a)[4][4]) {
+  // Fragments of a part of a window.
+  template <bool kRare, i32 kNumParts>
+  __device__ __forceinline__ static void widen(const Codes& codes, i32 part, Fragments& a) {
     u32 scales[2] = {codes.scales[0], codes.scales[1]};
     u32 second[2];
     if constexpr (kRare) {
@@ -140,6 +151,7 @@ struct ProductsFp4 {
     for (i32 i = 0; i < 2; ++i) {
 #pragma unroll
       for (i32 word = 0; word < 2; ++word) {
+        if (word * kNumParts / 2 != part) continue;
         u32 pairs[4];
         formats::widen_e2m1x8(word == 0 ? codes.words[i].x : codes.words[i].y, first[i], pairs);
 #pragma unroll
@@ -151,60 +163,84 @@ struct ProductsFp4 {
     }
   }
 
-  // Products of units of one window.
-  template <i32 kN, i32 kUnits>
-  __device__ __forceinline__ static void issue(const Fragments<kUnits>& a,
-                                               const ptx::Swizzle128Operand& tokens, i32 window,
+  // Products of kUnits units and a part of a window.
+  template <i32 kN, i32 kUnits, i32 kNumParts>
+  __device__ __forceinline__ static void issue(const Fragments* a, u64 tokens, i32 part,
                                                UnitAccumulators* acc) {
-    const u64 descriptor = tokens.descriptor(window * Feed::kTokenWindowBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (i32 k = 0; k < 4; ++k) {
+      if (k * kNumParts / 4 != part) continue;
 #pragma unroll
       for (i32 m = 0; m < kUnits; ++m) {
-        ptx::WgmmaBf16<kN>::mma(&acc[m][0][0], a[m][k], descriptor + 2 * k);
+        ptx::WgmmaBf16<kN>::mma(&acc[m][0][0], a[m][k], tokens + 2 * k);
       }
     }
     ptx::wgmma_commit_group();
   }
 
-  // By the narrowest product that covers the columns in use. The branch costs less than a loop for
-  // every width: ptxas gives each of them its own registers for fragments.
-  template <i32 kUnits, i32 kFirst = 0, i32 kLast = kNumWidths - 1>
-  __device__ __forceinline__ static void issue_narrowest(const Fragments<kUnits>& a,
-                                                         const ptx::Swizzle128Operand& tokens,
-                                                         i32 window, i32 num_columns,
-                                                         UnitAccumulators* acc) {
+  // Calls multiply(width) with the narrowest of some widths that covers the columns in use.
+  template <i32 kFirst = 0, i32 kLast = kNumWidths - 1, typename Multiply>
+  __device__ __forceinline__ static void with_narrowest(i32 num_columns, Multiply multiply) {
     constexpr i32 kMiddle = (kFirst + kLast) / 2;
     if constexpr (kFirst == kLast) {
-      issue<kWidths[kFirst], kUnits>(a, tokens, window, acc);
+      multiply(Width<kFirst>{});
     } else if (num_columns <= kWidths[kMiddle]) {
-      issue_narrowest<kUnits, kFirst, kMiddle>(a, tokens, window, num_columns, acc);
+      with_narrowest<kFirst, kMiddle>(num_columns, multiply);
     } else {
-      issue_narrowest<kUnits, kMiddle + 1, kLast>(a, tokens, window, num_columns, acc);
+      with_narrowest<kMiddle + 1, kLast>(num_columns, multiply);
     }
   }
 
-  // A whole stage. The products of the stage before end with its first steps.
-  template <typename Release>
-  __device__ __forceinline__ static void multiply_stage(const u8* stage, const Place& place,
-                                                        const ptx::Swizzle128Operand& tokens,
-                                                        i32 num_columns, Accumulators& acc,
-                                                        Release release_before) {
+  // A whole window, by one of some widths. Before the last part is issued the products of earlier
+  // windows have ended.
+  template <i32 kFirst, i32 kLast, typename Release>
+  __device__ __forceinline__ static void multiply_window(const Codes (&codes)[kFragsM], u64 tokens,
+                                                         i32 num_columns, Fragments (&a)[kFragsM],
+                                                         Accumulators& acc,
+                                                         Release release_before) {
 #pragma unroll
-    for (i32 window = 0; window < Stage::kWindows; ++window) {
-      Fragments<kFragsM> a;
+    for (i32 part = 0; part < kParts; ++part) {
+      ptx::wgmma_wait_group<kParts - 1>();
+      if (part == kParts - 1) release_before();
 #pragma unroll
-      for (i32 m = 0; m < kFragsM; ++m) {
-        const Codes codes = load(stage, place, window * kFragsM + m);
-        if (m == 0) {
-          ptx::wgmma_wait_group<kPending>();
-          if (window == kPending) release_before();
-        }
-        widen<false>(codes, a[m]);
-      }
-      issue_narrowest<kFragsM>(a, tokens, window, num_columns, acc);
+      for (i32 m = 0; m < kFragsM; ++m) widen<false, kParts>(codes[m], part, a[m]);
+      with_narrowest<kFirst, kLast>(num_columns, [&](auto width) {
+        issue<width.kColumns, kFragsM, kParts>(a, tokens, part, acc);
+      });
     }
+  }
+
+  // Whole stages up to one that needs care, by one of some widths. A stage is left while the next
+  // one is multiplied.
+  template <i32 kFirst, i32 kLast>
+  __device__ __forceinline__ static void multiply_stages(Smem& smem, Ring& ring, const Place& place,
+                                                         const ptx::Swizzle128Operand& tokens,
+                                                         i32& num_windows, i32 num_columns,
+                                                         Accumulators& acc) {
+    Fragments a[kFragsM];
+    i32 before = -1;
+#pragma unroll 1
+    for (; num_windows >= Stage::kWindows; num_windows -= Stage::kWindows) {
+      ptx::mbarrier_wait_parity(&smem.full[ring.slot], ring.parity);
+      const u8* stage = smem.weights[ring.slot];
+      const ptx::Swizzle128Operand rows = tokens.at(ring.slot * sizeof(smem.tokens[0]));
+      if (any_rare(stage, place)) break;
+#pragma unroll
+      for (i32 window = 0; window < Stage::kWindows; ++window) {
+        Codes codes[kFragsM];
+#pragma unroll
+        for (i32 m = 0; m < kFragsM; ++m) codes[m] = load(stage, place, window * kFragsM + m);
+        const u64 descriptor = rows.descriptor(window * Feed::kTokenWindowBytes);
+        multiply_window<kFirst, kLast>(codes, descriptor, num_columns, a, acc, [&] {
+          if (window == 0 && before >= 0) Feed::release(smem, before);
+        });
+      }
+      before = ring.slot;
+      ring.advance();
+    }
+    ptx::wgmma_wait_group<0>();
+    if (before >= 0) Feed::release(smem, before);
   }
 
   // Any stage, of which only the first windows lie in K.
@@ -213,11 +249,14 @@ struct ProductsFp4 {
                                             i32 num_columns, Accumulators& acc) {
 #pragma unroll 1
     for (i32 window = 0; window < num_windows; ++window) {
+      const u64 descriptor = tokens.descriptor(window * Feed::kTokenWindowBytes);
 #pragma unroll
       for (i32 m = 0; m < kFragsM; ++m) {
-        Fragments<1> a;
-        widen<Scale::kHasRare>(load(stage, place, window * kFragsM + m), a[0]);
-        issue_narrowest<1>(a, tokens, window, num_columns, acc + m);
+        Fragments a;
+        widen<Scale::kHasRare, 1>(load(stage, place, window * kFragsM + m), 0, a);
+        with_narrowest(num_columns, [&](auto width) {
+          issue<width.kColumns, 1, 1>(&a, descriptor, 0, acc + m);
+        });
         ptx::wgmma_wait_group<0>();
       }
     }
@@ -229,34 +268,26 @@ struct ProductsFp4 {
                                                   i32 group, i32 num_windows, Accumulators& acc) {
     const ptx::Swizzle128Operand tokens(smem.tokens[0]);
     const Place place(tile, group);
-    auto release = [&](i32 slot) {
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&smem.empty[slot]);
-    };
 #pragma unroll
     for (i32 i = 0; i < kFragsM * kTileN / 2; ++i) (&acc[0][0][0])[i] = 0.0f;
     while (num_windows > 0) {
-      i32 before = -1;  // the stage whose products are running
-#pragma unroll 1
-      for (; num_windows >= Stage::kWindows; num_windows -= Stage::kWindows) {
-        ptx::mbarrier_wait_parity(&smem.full[ring.slot], ring.parity);
-        const u8* stage = smem.weights[ring.slot];
-        if (any_rare(stage, place)) break;
-        multiply_stage(stage, place, tokens.at(ring.slot * sizeof(smem.tokens[0])), tile.num_rows,
-                       acc, [&] {
-                         if (before >= 0) release(before);
-                       });
-        before = ring.slot;
-        ring.advance();
+      if constexpr (kFewUnits) {
+        with_narrowest(tile.num_rows, [&](auto width) {
+          constexpr i32 kIndex = width.kIndex;
+          multiply_stages<kIndex, kIndex>(smem, ring, place, tokens, num_windows, tile.num_rows,
+                                          acc);
+        });
+      } else {
+        multiply_stages<0, kNumWidths - 1>(smem, ring, place, tokens, num_windows, tile.num_rows,
+                                           acc);
       }
-      ptx::wgmma_wait_group<0>();
-      if (before >= 0) release(before);
       if (num_windows <= 0) break;
       ptx::mbarrier_wait_parity(&smem.full[ring.slot], ring.parity);
       multiply_carefully(smem.weights[ring.slot], place,
                          tokens.at(ring.slot * sizeof(smem.tokens[0])),
                          min(num_windows, Stage::kWindows), tile.num_rows, acc);
       num_windows -= Stage::kWindows;
-      release(ring.slot);
+      Feed::release(smem, ring.slot);
       ring.advance();
     }
     ptx::wgmma_fence_registers(*reinterpret_cast<float (*)[kFragsM * kTileN / 2]>(&acc));

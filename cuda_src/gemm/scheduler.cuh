@@ -4,6 +4,7 @@
 #include "common/types.cuh"
 #include "gemm/order.cuh"
 #include "gemm/problem.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace cupy_moe::gemm {
@@ -18,22 +19,26 @@ struct alignas(16) Tile {
 // Tiles of an expert are consecutive. The blocks of a wave should read the same bytes at the same
 // time: neighbours take the same weight tile and different token tiles, of which kBand at most, so
 // that their rows stay in L2 while the weight tiles pass by.
+//
+// A cluster takes so many neighbouring weight tiles of a token tile, one a block, and counts as one
+// block here. Past the end of the weights its last ones have nothing to compute.
 template <typename Config>
 struct TileList {
   static constexpr u32 kBand = 16;
+  static constexpr u32 kClusterRows = Config::kTileM * Config::kCluster;
 
   const Params& p;
   const Order<Config>& order;
-  u32 num_m_tiles;
+  u32 num_m_tiles;  // of a cluster
   u32 num_tiles;
 
   __device__ TileList(const Params& params, const Order<Config>& row_order)
       : p(params),
         order(row_order),
-        num_m_tiles(static_cast<u32>(params.m) / Config::kTileM),
+        num_m_tiles(ceil_div(static_cast<u32>(params.m), kClusterRows)),
         num_tiles(num_m_tiles * static_cast<u32>(order.num_tiles(p))) {}
 
-  // False past the end of the list.
+  // The tile of a cluster's first block. False past the end of the list.
   __device__ bool locate(u32 index, Tile& tile) const {
     if (index >= num_tiles) return false;
     const int4 info = order.tile(p, index / num_m_tiles);
@@ -43,7 +48,7 @@ struct TileList {
     const u32 width = min(kBand, static_cast<u32>(info.z) - band);
     const u32 in_band = in_expert - band * num_m_tiles;
     tile.expert = info.x;
-    tile.m_tile = static_cast<i32>(in_band / width);
+    tile.m_tile = static_cast<i32>(in_band / width) * Config::kCluster;
     const i32 n_tile = static_cast<i32>(first + band + in_band % width);
     tile.first_row = n_tile * Config::kTileN;
     tile.num_rows = info.z == 1 ? info.w : order.tile(p, n_tile).w;
@@ -67,10 +72,12 @@ struct RingCursor {
 
 // Hands the tiles that a block takes from the list to all roles of the block, in order. With many
 // tiles, which differ in rows in use and therefore in time, blocks take them as they get free. A
-// tile is found by one thread: that takes divisions and a trip to the list.
-template <i32 kReadingWarps>
+// tile is found by one thread: that takes divisions and a trip to the list. The blocks of a cluster
+// go on together: the first one finds the tiles of all.
+template <i32 kReadingWarps, i32 kCluster>
 struct TileQueue {
   static constexpr i32 kDepth = 4;
+  static constexpr i32 kReaders = kReadingWarps * kCluster + (kCluster - 1);  // see pop_alone
 
   // One register: tiles are few, and the products of others need them.
   struct Cursor {
@@ -87,15 +94,23 @@ struct TileQueue {
   __device__ void init() {
     for (i32 i = 0; i < kDepth; ++i) {
       ptx::mbarrier_init(&full[i], 1);
-      ptx::mbarrier_init(&empty[i], kReadingWarps);
+      ptx::mbarrier_init(&empty[i], kReaders);
     }
   }
 
-  // By one thread. A tile without rows tells the readers to stop.
-  __device__ void push(Cursor& at, const Tile& tile) {
-    ptx::mbarrier_wait_parity(&empty[at.slot()], at.parity() ^ 1);
-    tiles[at.slot()] = tile;
-    ptx::mbarrier_arrive(&full[at.slot()]);
+  // By one thread of the first block. A tile without rows tells the readers to stop.
+  __device__ void push(Cursor& at, Tile tile) {
+    const u32 slot = at.slot();
+    ptx::mbarrier_wait_parity(&empty[slot], at.parity() ^ 1);
+    tiles[slot] = tile;
+    ptx::mbarrier_arrive(&full[slot]);
+#pragma unroll
+    for (i32 rank = 1; rank < kCluster; ++rank) {
+      const int4 words = make_int4(tile.m_tile + rank, tile.expert, tile.first_row, tile.num_rows);
+      const u32 barrier = ptx::mapa_shared_cluster(&full[slot], rank);
+      ptx::mbarrier_arrive_expect_tx_cluster(barrier, sizeof(words));
+      ptx::st_async_shared_cluster(ptx::mapa_shared_cluster(&tiles[slot], rank), words, barrier);
+    }
     ++at.count;
   }
 
@@ -106,18 +121,27 @@ struct TileQueue {
     tile = tiles[at.slot()];
     tile.num_rows = __shfl_sync(~0u, tile.num_rows, 0);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty[at.slot()]);
+    if (threadIdx.x % 32 == 0) release(at.slot());
     ++at.count;
     return __all_sync(~0u, tile.num_rows > 0);
   }
 
-  // The same by one thread for its warp.
+  // The same by one thread for its warp; so do those of other blocks that would push in the first.
   __device__ bool pop_alone(Cursor& at, Tile& tile) {
     ptx::mbarrier_wait_parity(&full[at.slot()], at.parity());
     tile = tiles[at.slot()];
-    ptx::mbarrier_arrive(&empty[at.slot()]);
+    release(at.slot());
     ++at.count;
     return tile.num_rows > 0;
+  }
+
+ private:
+  __device__ void release(u32 slot) {
+    if constexpr (kCluster > 1) {
+      ptx::mbarrier_arrive_cluster(ptx::mapa_shared_cluster(&empty[slot], 0));
+    } else {
+      ptx::mbarrier_arrive(&empty[slot]);
+    }
   }
 };
 

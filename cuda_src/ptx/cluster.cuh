@@ -57,6 +57,27 @@ __device__ __forceinline__ i32 ld_shared_cluster(u32 address) {
   return value;
 }
 
+// Arrival at a barrier of another block. It orders nothing: to publish what the thread wrote it
+// would have to wait until all of it has arrived.
+__device__ __forceinline__ void mbarrier_arrive_cluster(u32 mbarrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");
+#else
+  __trap();
+#endif
+}
+
+// Likewise, which also announces `bytes`.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(u32 mbarrier, i32 bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(mbarrier),
+               "r"(bytes)
+               : "memory");
+#else
+  __trap();
+#endif
+}
+
 // Stores to another block and counts the four bytes at the barrier at `mbarrier` of that block,
 // behind which they are visible.
 __device__ __forceinline__ void st_async_shared_cluster(u32 address, float value, u32 mbarrier) {
@@ -64,6 +85,19 @@ __device__ __forceinline__ void st_async_shared_cluster(u32 address, float value
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
       "r"(__float_as_uint(value)), "r"(mbarrier)
+      : "memory");
+#else
+  __trap();
+#endif
+}
+
+// The same of 16 bytes.
+__device__ __forceinline__ void st_async_shared_cluster(u32 address, int4 value, u32 mbarrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(address),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(mbarrier)
       : "memory");
 #else
   __trap();

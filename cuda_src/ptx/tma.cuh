@@ -27,6 +27,20 @@ __device__ __forceinline__ void tma_load_3d(void* smem, const TensorMap* map, u6
       : "memory");
 }
 
+// Likewise, to the same place in every block of the cluster whose bit is set; the bytes complete
+// the barrier of each at the place of `barrier`.
+__device__ __forceinline__ void tma_load_3d_multicast(void* smem, const TensorMap* map,
+                                                      u64* barrier, i32 c0, i32 c1, i32 c2,
+                                                      u16 blocks, L2Hint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(
+          cvta_to_shared(smem)),
+      "l"(map), "r"(cvta_to_shared(barrier)), "r"(c0), "r"(c1), "r"(c2), "h"(blocks),
+      "l"(static_cast<u64>(hint))
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, i32 c0,
                                             i32 c1, i32 c2, i32 c3, L2Hint hint) {
   asm volatile(

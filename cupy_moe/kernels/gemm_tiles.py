@@ -45,6 +45,7 @@ class TileShape:
     tile_k: int = 128  # a stage
     groups: int = 1  # warpgroups of the Hopper loop
     blocks: int = 1  # a multiprocessor
+    cluster: int = 1  # blocks, of neighbouring weight tiles, that share tokens
 
 
 def _portable_shapes(sizes: tuple[int, ...]) -> tuple[TileShape, ...]:
@@ -67,12 +68,13 @@ _FP4_TILE_SHAPES = {
         TileShape(64, 8, tile_k=256, blocks=3),
         TileShape(128, 8, tile_k=256, blocks=3),
         TileShape(128, 16, tile_k=256, blocks=3),
-        TileShape(128, 32, blocks=3),
-        TileShape(256, 32, groups=2, blocks=2),
+        TileShape(128, 24, blocks=3),
+        TileShape(256, 24, groups=2, blocks=2),
         TileShape(128, 48, groups=2, blocks=2),
         TileShape(256, 48, groups=4),
         TileShape(128, 96, groups=2),
-        TileShape(256, 96, groups=4),
+        TileShape(256, 96, groups=4, cluster=2),
+        TileShape(128, 192, groups=2, cluster=2),
     ),
 }
 
@@ -134,7 +136,7 @@ def gather_choices(kind: MainloopKind, moe_format: MoeFormat, tile_n: int) -> tu
     if kind is MainloopKind.Mma or tile_n < 16:
         return (True,)
     # A copy of many rows costs less than what gathering them takes from the products.
-    most = 16 if moe_format.has_block_scales else 64
+    most = 24 if moe_format.has_block_scales else 64
     return (False,) if tile_n > most else (True, False)
 
 

@@ -117,6 +117,7 @@ class GemmConfig:
     warps_n: int
     num_threads: int
     min_blocks: int
+    cluster: int  # blocks that share tokens
     gather_tokens: bool  # by permuted_to_expanded; else rows are in place
     sort_slots: bool  # itself; else a kernel before has made the maps
     token_box: int  # rows of one copy of tokens that are in place
@@ -169,6 +170,7 @@ class GemmConfig:
             warps_n=warps_n,
             num_threads=32 * (warps_m * warps_n + producer_warps),
             min_blocks=shape.blocks,
+            cluster=shape.cluster,
             gather_tokens=gather_tokens,
             sort_slots=sort_slots,
             token_box=tile_n if tile_n <= 48 else 32,
@@ -274,4 +276,5 @@ def bind_grouped_gemm(
         smem=config.smem_bytes,
         stream=stream,
         pdl=pdl,
+        cluster=config.cluster,
     )

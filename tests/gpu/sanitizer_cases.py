@@ -114,6 +114,9 @@ def main(level: str) -> None:
         from_logits(37, 64, 8, routing_method_type=2, n_group=8, topk_group=4)
         from_logits(5, 128, 1, routing_method_type=3)
         fp4("bf16", Fp4Sizes(37, block_bytes=64, local=(2, 3)))
+        # Clusters share tokens, with two weight tiles and with three.
+        fp4("bf16", Fp4Sizes(130, experts=1, top_k=1))
+        fp4("mxfp8", Fp4Sizes(90, hidden=384, inter=128, experts=1, top_k=1))
         finalized(1, 3, 264, 3)
         finalized(1, 140, 8, 1)
         finalized(2, 2, 4096, 8)

@@ -17,12 +17,15 @@ from tests.gpu_evidence import Evidence
 
 pytestmark = pytest.mark.gpu
 
-# K of whole stages of 128 and 256, of one and a half, of half a one; all layouts.
+# K of whole stages of 128 and 256, of one and a half, of half a one; all layouts. Rows of one tile and
+# of several, also where a cluster's last block has none; all widths of products.
 SIZES = [
     Fp4Sizes(1),
     Fp4Sizes(4, hidden=512, inter=512, block_bytes=128),
     Fp4Sizes(17, hidden=512, inter=128),
     Fp4Sizes(70, hidden=768, inter=384, block_bytes=64),
+    Fp4Sizes(120, hidden=640, inter=128, pattern="one_expert", top_k=1),
+    Fp4Sizes(150, hidden=512, inter=384, pattern="one_expert", top_k=1),
     Fp4Sizes(190, hidden=768, inter=256, pattern="one_expert", top_k=1),
     Fp4Sizes(600, hidden=512, inter=256, experts=3, block_bytes=128),
 ]
@@ -35,10 +38,13 @@ def _kernels() -> None:
 
 
 def is_legal(mode: str, form: str, sizes: Fp4Sizes) -> bool:
-    """Halves of K have whole tiles of scales, and whole blocks of BlockMajorK."""
+    """Halves of rows are whole tiles, those of K have whole tiles of scales and whole blocks."""
+    if form == "whole":
+        return True
     half = sizes.inter // 2
     scaled = half % (64 if mode == "nvfp4" else 128) == 0
-    return form != "tp_n_tp_k" or (scaled and half // 2 % (sizes.block_bytes or 1) == 0)
+    divides_k = scaled and half // 2 % (sizes.block_bytes or 1) == 0
+    return sizes.hidden % 256 == 0 and (form == "tp_n_tp_n" or divides_k)
 
 
 CASES = [
