@@ -6,6 +6,7 @@ result must be near that of our operation.
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import contextmanager
 from itertools import pairwise
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from cupy_moe.bench import contenders
 from cupy_moe.bench.layers import LARGEST_REL_L2
 from cupy_moe.bench.peers import humming, torch_grouped
 from cupy_moe.bench.peers.flashinfer import FlashInferMxfp4
@@ -90,6 +92,25 @@ def distance(peer: Any) -> float:
 def test_torch_on_dequantized_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_grouped, "weighted_sum", weighted_sum)
     assert distance(TorchBf16) < LARGEST_REL_L2["bf16"] / 2
+
+
+@pytest.mark.parametrize(
+    ("peer", "modules"),
+    [
+        (HummingMxfp4Indexed, ["humming"]),
+        (Marlin, HOMES),
+        (FlashInferMxfp4, ["flashinfer.fused_moe"]),
+    ],
+)
+def test_installed_peers_that_cannot_be_imported(
+    peer: Any, modules: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contenders, "version", lambda package: "1.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for each in modules:
+        monkeypatch.setitem(sys.modules, each, None)
+    name = modules[0].partition(".")[0]
+    assert re.match(rf"{name}[-\w]* cannot be imported: \w*Error: ", peer.missing())
 
 
 # --- Humming --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cupy_moe.bench.layers import BenchLayer
 from cupy_moe.bench.workloads import Ids
 
-__all__ = ["Contender", "CupyMoe", "installed"]
+__all__ = ["Contender", "CupyMoe", "import_failure", "installed", "not_installed"]
 
 
 class Contender(ABC):
@@ -70,6 +70,29 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def not_installed(package: str, requirement: str | None = None) -> str | None:
+    """Say that a distribution is missing and how to get it; None if it is installed.
+
+    Parameters
+    ----------
+    package : str
+    requirement : str, optional
+        What follows ``pip install``; default: the distribution.
+    """
+    if installed(package) is not None:
+        return None
+    return f"{package} is not installed: pip install {requirement or package}"
+
+
+def import_failure(name: str, do_import: Callable[[], object]) -> str | None:
+    """Say why an import fails, whatever the package raises; None if it works."""
+    try:
+        do_import()
+    except Exception as error:
+        return f"{name} cannot be imported: {type(error).__name__}: {error}"
+    return None
 
 
 class CupyMoe(Contender):

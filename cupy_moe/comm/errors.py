@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from cupy_moe.runtime.errors import PortableError
+
 __all__ = ["PeerTimeoutError"]
 
 
-class PeerTimeoutError(RuntimeError):
+class PeerTimeoutError(PortableError):
     """A rank waited too long for another one; what it could not finish of its output is NaN.
 
     The workspace stays unusable: close it on every rank and initialize again.

@@ -158,55 +158,52 @@ class NcclTransport(Transport):
     def steps(self, scheme: FinalizeScheme, num_tokens: int) -> Sequence[Step]:
         """See `Transport.steps`."""
         b = self._buffers[scheme]
-        by_expert = scheme is FinalizeScheme.ExpertOwner
         owned = [self._tokens_of(rank, scheme, num_tokens) for rank in range(self._size)]
-        own = owned[self._rank]
-        send = Step(
-            Phases.Send,
-            self._staged(b.rows_offset, b.rows_slots * b.row_group_bytes, by_rank=False),
-            partial(
-                self._exchange,
-                self._messages(
-                    b.rows_offset,
-                    b.rows_slots * b.row_group_bytes,
-                    [n * b.row_group_bytes for n in owned],
-                    [own * b.row_group_bytes] * self._size,
-                    by_rank=False,
-                ),
-            ),
-        )
+        own = [owned[self._rank]] * self._size
+        rows = b.rows_offset, b.rows_slots, b.row_group_bytes
+        send = self._step(Phases.Send, rows, owned, own, by_rank=False)
         if scheme is FinalizeScheme.EveryRank:
             return (send, Step(Phases.Reduce, _padded(())))
-        reduce = Step(
-            Phases.Reduce,
-            self._staged(b.results_offset, b.results_slots * b.result_bytes, by_rank=by_expert),
-            partial(
-                self._exchange,
-                self._messages(
-                    b.results_offset,
-                    b.results_slots * b.result_bytes,
-                    [own * b.result_bytes] * self._size,
-                    [n * b.result_bytes for n in owned],
-                    by_rank=by_expert,
-                ),
-            ),
-        )
+        results = b.results_offset, b.results_slots, b.result_bytes
+        by_expert = scheme is FinalizeScheme.ExpertOwner
+        reduce = self._step(Phases.Reduce, results, own, owned, by_rank=by_expert)
         return (send, reduce, Step(Phases.Receive, _padded(())))
 
-    def _messages(
-        self, offset: int, size: int, sent: list[int], received: list[int], *, by_rank: bool
-    ) -> list[_Message]:
-        """One a peer, of so many bytes to and from each rank; a sender's buffer has ``size``."""
-        return [
+    def _step(
+        self,
+        phases: Phases,
+        buffer: tuple[int, int, int],
+        sent: Sequence[int],
+        received: Sequence[int],
+        *,
+        by_rank: bool,
+    ) -> Step:
+        """Launch into the staging memory, and one message to and from each peer.
+
+        Parameters
+        ----------
+        phases : Phases
+        buffer : tuple of int
+            Offset of the first sender's buffer in a workspace, its slots, bytes of a slot.
+        sent, received : sequence of int
+            Slots to and from each rank.
+        by_rank : bool
+            Whether this rank has a buffer as well; else peers are numbered without the receiver.
+        """
+        offset, num_slots, slot_bytes = buffer
+        size = num_slots * slot_bytes
+        messages = [
             _Message(
                 rank,
                 self._staging.address + number * size,
-                sent[rank],
+                sent[rank] * slot_bytes,
                 self._address + offset + (rank if by_rank else number) * size,
-                received[rank],
+                received[rank] * slot_bytes,
             )
             for number, rank in enumerate(self._peers)
         ]
+        staged = self._staged(offset, size, by_rank=by_rank)
+        return Step(phases, staged, partial(self._exchange, messages))
 
     @property
     def _peers(self) -> list[int]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import ExitStack
 from functools import cache
-from types import TracebackType
 from typing import TypeAlias
 
 from cupy_moe.comm.agreement import ResultT, SetUpError, agree, on_all
@@ -23,6 +22,7 @@ from cupy_moe.comm.rules import OPERATION, FinalizeArrays, NormOptions, check_si
 from cupy_moe.comm.streams import StreamOrder
 from cupy_moe.comm.transport import IpcTransport, NcclTransport, Transport
 from cupy_moe.kernels.finalize_rmsnorm import RANKS
+from cupy_moe.runtime.closing import Closing
 from cupy_moe.runtime.devices import device_guard
 from cupy_moe.runtime.memory import Memory
 from cupy_moe.runtime.peer_memory import DeviceMemory, HostPage, MemoryOffer
@@ -38,7 +38,7 @@ MAX_CALLS = 1024  # that are remembered, about 3 KiB each
 GRACE_S = 5.0  # for the host of a rank to see that a launch has given up
 
 
-class FinalizeWorkspace:
+class FinalizeWorkspace(Closing):
     """Memory that the ranks of a group exchange expert rows through.
 
     Made by every rank together (collective), used for any number of calls one after another, and
@@ -257,19 +257,6 @@ class FinalizeWorkspace:
             self.layout.num_bytes,
             self.device,
         )
-
-    def __enter__(self) -> FinalizeWorkspace:
-        """Return the workspace."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
     # --- calls ------------------------------------------------------------------------------------
 

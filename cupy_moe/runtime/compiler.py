@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cupy_moe.runtime.array_ref import Library
 from cupy_moe.runtime.compile_log import KernelResources, first_error, parse_resources
+from cupy_moe.runtime.errors import PortableError
 from cupy_moe.runtime.kernel_cache import cache_dir, write_text
 from cupy_moe.runtime.kernel_source import KernelSpec, format_config, render_unit
 from cupy_moe.runtime.requirements import import_cupy
@@ -66,7 +67,7 @@ class CompiledKernel:
         return parse_resources(self.log, self.entry)
 
 
-class KernelCompileError(RuntimeError):
+class KernelCompileError(PortableError):
     """A kernel did not compile.
 
     Attributes

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from cupy_moe.runtime.array_ref import Library
+from cupy_moe.runtime.closing import Closing
 from cupy_moe.runtime.devices import DriverValue, check, device_guard, sm_count
 from cupy_moe.runtime.requirements import import_core, import_cupy, import_driver
 
@@ -193,7 +193,7 @@ class Event:
             self._runtime.eventDestroy(handle)
 
 
-class GreenPartitions:
+class GreenPartitions(Closing):
     """Disjoint sets of a GPU's multiprocessors, with one stream on each.
 
     All sets come from one split: sets of separate splits would overlap. Keep the object alive
@@ -254,19 +254,6 @@ class GreenPartitions:
             for context in self._contexts:
                 context.close()
         self.streams, self._contexts = (), []
-
-    def __enter__(self) -> GreenPartitions:
-        """Return the partitions."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
 
 def _halves(total: int, step: int) -> tuple[int, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_moe.bench.contenders import Contender, installed
+from cupy_moe.bench.contenders import Contender, import_failure, installed, not_installed
 from cupy_moe.bench.fp4 import Fp4BenchLayer, Tokens
 from cupy_moe.bench.fp8 import Fp8BenchLayer
 from cupy_moe.bench.workloads import TOKENS, Ids
@@ -32,9 +33,7 @@ class _FlashInfer(Contender):
     @classmethod
     def missing(cls) -> str | None:
         """Reason if the package is not installed."""
-        if installed(cls.package) is None:
-            return "flashinfer-python is not installed: pip install flashinfer-python"
-        return None
+        return not_installed(cls.package)
 
     def prepare(self, hidden: Any, ids: Ids, weights: NDArray[np.float32]) -> Callable[[], Any]:
         """Tune for the number of tokens."""
@@ -95,10 +94,10 @@ class FlashInferMxfp4(_FlashInfer):
 
         if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
             return "FlashInfer's layer of MXFP4 weights and BF16 tokens needs capability 9.0"
-        try:
-            from flashinfer import fused_moe
-        except Exception as error:
-            return f"flashinfer cannot be imported: {type(error).__name__}: {error}"
+        if reason := import_failure("flashinfer", lambda: import_module("flashinfer.fused_moe")):
+            return reason
+        from flashinfer import fused_moe
+
         if not hasattr(fused_moe, "interleave_moe_weights_for_sm90_mixed_gemm"):
             return f"flashinfer-python {installed(cls.package)} has other layouts of MXFP4 weights"
         return None

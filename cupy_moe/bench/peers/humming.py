@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_moe.bench.contenders import Contender
+from cupy_moe.bench.contenders import Contender, import_failure, not_installed
 from cupy_moe.bench.fp4 import Fp4BenchLayer, Tokens
 from cupy_moe.bench.fp8 import Fp8BenchLayer
 from cupy_moe.bench.peers.assignments import expert_order, local_assignments
-from cupy_moe.bench.peers.humming_gemm import PACKAGE, HummingGemm, missing_humming, swiglu
+from cupy_moe.bench.peers.humming_gemm import HummingGemm, swiglu
 from cupy_moe.bench.peers.weighted_sum import weighted_sum
 from cupy_moe.bench.workloads import Ids, Workload
 
@@ -37,7 +38,7 @@ class _Humming(Contender):
         index.
     """
 
-    package = PACKAGE
+    package = "humming-kernels"
     grouped: ClassVar[bool] = False
 
     _workload: Workload
@@ -47,7 +48,30 @@ class _Humming(Contender):
     @classmethod
     def missing(cls) -> str | None:
         """Reason if the package is not installed or cannot be imported."""
-        return missing_humming()
+        requirement = f'"{cls.package}[cu13]" (or cu12, as torch is built)'
+        # It looks for GPU, compiler and launcher when imported.
+        return not_installed(cls.package, requirement) or import_failure(
+            cls.package, lambda: import_module("humming")
+        )
+
+    def _take_over(
+        self,
+        layer: Fp4BenchLayer | Fp8BenchLayer,
+        scales: Iterable[Any],
+        weight_format: dict[str, Any],
+        *,
+        input_format: dict[str, Any] | None = None,
+        input_factors: Iterable[float | None] = (None, None),
+    ) -> None:
+        """Transform the weights of FC1 and FC2, each with its scales and static factor."""
+        self._workload = layer.workload
+        weights = (layer.w1, layer.w2)
+        self._fc1, self._fc2 = (
+            HummingGemm.make(
+                weight, scale, weight_format, input_format=input_format, input_factor=factor
+            )
+            for weight, scale, factor in zip(weights, scales, input_factors, strict=True)
+        )
 
     def prepare(self, hidden: Any, ids: Ids, weights: NDArray[np.float32]) -> Callable[[], Any]:
         """Sort the local slots by expert.
@@ -92,12 +116,12 @@ class Humming(_Humming):
 
     def __init__(self, layer: Fp8BenchLayer) -> None:
         """Transform the weights, one scale an expert."""
-        self._workload = layer.workload
-        factors = (layer.input_factor, layer.intermediate_factor)
-        weights = ((layer.w1, layer.w1_factor), (layer.w2, layer.w2_factor))
-        self._fc1, self._fc2 = (
-            HummingGemm.make(*pair, E4M3_WEIGHTS, input_format=E4M3_INPUTS, input_factor=factor)
-            for pair, factor in zip(weights, factors, strict=True)
+        self._take_over(
+            layer,
+            (layer.w1_factor, layer.w2_factor),
+            E4M3_WEIGHTS,
+            input_format=E4M3_INPUTS,
+            input_factors=(layer.input_factor, layer.intermediate_factor),
         )
 
 
@@ -112,12 +136,8 @@ class HummingMxfp4Indexed(_Humming):
         """Transform the weights."""
         import torch
 
-        self._workload = layer.workload
-        weights = ((layer.w1, layer.w1_scales), (layer.w2, layer.w2_scales))
-        self._fc1, self._fc2 = (
-            HummingGemm.make(codes, scales.view(torch.float8_e8m0fnu), MXFP4_WEIGHTS)
-            for codes, scales in weights
-        )
+        scales = (layer.w1_scales, layer.w2_scales)
+        self._take_over(layer, (s.view(torch.float8_e8m0fnu) for s in scales), MXFP4_WEIGHTS)
 
     def prepare(self, hidden: Tokens, ids: Ids, weights: NDArray[np.float32]) -> Callable[[], Any]:
         """Take BF16 hidden states."""

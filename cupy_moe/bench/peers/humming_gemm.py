@@ -9,29 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_moe.bench.contenders import installed
 from cupy_moe.bench.peers.assignments import aligned_order
 
-__all__ = ["PACKAGE", "HummingGemm", "missing_humming", "swiglu"]
-
-PACKAGE = "humming-kernels"
+__all__ = ["HummingGemm", "swiglu"]
 
 # Humming's activation works on ``[a, b]``; here a is up and b is gate.
 SWIGLU = "a * b / (1.0f + __expf(-b))"
-
-
-def missing_humming() -> str | None:
-    """Reason if the package is not installed or cannot be imported."""
-    if installed(PACKAGE) is None:
-        return (
-            'humming-kernels is not installed: pip install "humming-kernels[cu13]" '
-            "(or cu12, as torch is built)"
-        )
-    try:
-        import humming  # noqa: F401
-    except Exception as error:  # it looks for GPU, compiler and launcher when imported
-        return f"humming-kernels cannot be imported: {type(error).__name__}: {error}"
-    return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_moe.bench.contenders import Contender, installed
+from cupy_moe.bench.contenders import Contender, import_failure, not_installed
 from cupy_moe.bench.fp4 import Fp4BenchLayer, Tokens
 from cupy_moe.bench.workloads import Ids
 
@@ -35,6 +35,11 @@ def _fused_marlin_moe() -> Callable[..., Any]:
     raise ImportError(f"no fused_marlin_moe in {' or '.join(HOMES)}")
 
 
+def _import_all() -> None:
+    _fused_marlin_moe()
+    import_module(f"{UTILITIES}.marlin_utils_fp4")
+
+
 class Marlin(Contender):
     """``fused_marlin_moe`` of vLLM."""
 
@@ -46,14 +51,8 @@ class Marlin(Contender):
     @classmethod
     def missing(cls) -> str | None:
         """Reason if vLLM is not installed or has no such layer."""
-        if installed(cls.package) is None:
-            return "vllm is not installed: pip install vllm"
-        try:
-            _fused_marlin_moe()
-            import_module(f"{UTILITIES}.marlin_utils_fp4")
-        except Exception as error:  # whatever an extension that was built for another torch raises
-            return f"vllm cannot be imported: {type(error).__name__}: {error}"
-        return None
+        # An extension that was built for another torch raises anything.
+        return not_installed(cls.package) or import_failure(cls.package, _import_all)
 
     def __init__(self, layer: Fp4BenchLayer) -> None:
         """Repack weights and scales; FC1 is ``[gate; up]`` here."""
