@@ -113,8 +113,7 @@ def _load(
     return Functions(
         route=function(plan.route) if plan.route else None,
         permute=function(plan.permute) if plan.permute else None,
-        expand=function(plan.expand) if plan.expand else None,
-        cast=function(plan.cast) if plan.cast else None,
+        place=function(plan.place) if plan.place else None,
         fc1=function(plan.fc1),
         fc2=function(plan.fc2),
         add_rows=function(plan.add_rows) if plan.add_rows else None,

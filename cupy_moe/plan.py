@@ -12,14 +12,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from cupy_moe.kernels.add_rows import AddRowsConfig, all_add_rows_configs
-from cupy_moe.kernels.cast import CastConfig, all_cast_configs
-from cupy_moe.kernels.expand import ExpandConfig, all_expand_configs
 from cupy_moe.kernels.finalize import FinalizeConfig, all_finalize_configs
 from cupy_moe.kernels.finalize_rmsnorm import (
     FinalizeRmsnormConfig,
     all_finalize_rmsnorm_configs,
 )
-from cupy_moe.kernels.gemm_tiles import GemmStage, MainloopKind, mainloop_for
+from cupy_moe.kernels.gemm_tiles import GemmStage, mainloop_for
 from cupy_moe.kernels.grouped_gemm import GemmConfig, all_gemm_configs
 from cupy_moe.kernels.permute import (
     SCHEDULE_WORDS,
@@ -27,6 +25,7 @@ from cupy_moe.kernels.permute import (
     all_permute_configs,
     permute_config,
 )
+from cupy_moe.kernels.place_tokens import PlaceTokensConfig, all_place_tokens_configs
 from cupy_moe.kernels.route import RouteConfig, all_route_configs, route_config
 from cupy_moe.problem import DeviceTraits, MoeProblem, RoutingSource
 from cupy_moe.tiling import (
@@ -52,7 +51,7 @@ __all__ = [
 ]
 
 KernelConfig: TypeAlias = (
-    "RouteConfig | PermuteConfig | ExpandConfig | CastConfig | GemmConfig | AddRowsConfig "
+    "RouteConfig | PermuteConfig | PlaceTokensConfig | GemmConfig | AddRowsConfig "
     "| FinalizeConfig | FinalizeRmsnormConfig"
 )
 
@@ -102,9 +101,7 @@ class MoePlan:
     capacity: int  # rows of the permuted buffers
     route: RouteConfig | None
     permute: PermuteConfig | None  # None: the GEMMs sort the slots themselves
-    expand: ExpandConfig | None
-    expand_grid: int
-    cast: CastConfig | None
+    place: PlaceTokensConfig | None  # None: FC1 gathers E4M3 rows from the caller's array
     fc1: GemmConfig
     fc2: GemmConfig
     fc1_parts: tuple[GemmPart, ...]  # one per partition
@@ -158,15 +155,15 @@ def _parts(
 
 
 def _scratch_buffers(
-    problem: MoeProblem, capacity: int, token_tiles: int, *, sort: bool, expand: bool
+    problem: MoeProblem, capacity: int, token_tiles: int, tiling: Tiling
 ) -> list[tuple[str, int]]:
     """Buffers of a plan; what the caller receives is not among them."""
     has_blocks = problem.moe_format.has_block_scales
     element = 2 if has_blocks else 1
     buffers = [("intermediate", element * capacity * problem.intermediate_size)]
-    if has_blocks:
+    if has_blocks and tiling.gather:
         buffers.append(("tokens", element * problem.num_tokens * problem.hidden_size))
-    if not sort:
+    if not tiling.sort:
         buffers += [
             ("permuted_to_expanded", 4 * capacity),
             ("tile_info", 16 * token_tiles),
@@ -177,7 +174,7 @@ def _scratch_buffers(
     row_bytes = 2 * capacity * problem.hidden_size
     if problem.strategy == "tp_n_tp_k":
         buffers += [(name, row_bytes) for name in PARTIAL_SUMS]
-        if expand:
+        if not tiling.gather:
             buffers.append(("permuted_tokens", row_bytes))
     elif problem.do_finalize:
         buffers.append(("gemm2_output", row_bytes))
@@ -227,7 +224,7 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
     fc1_parts, fc2_parts = _parts(problem, fc1, fc2, token_tiles, device.num_sms)
     num_sms = multiprocessors(problem, device)
     adds_rows = problem.strategy == "tp_n_tp_k" and not problem.do_finalize
-    expand = None if tiling.gather else ExpandConfig()
+    places = problem.moe_format.has_block_scales or not tiling.gather
     from_logits = problem.routing_source is RoutingSource.Logits
     permute = permute_config(
         packed_ids=problem.routing_source is RoutingSource.Packed,
@@ -241,9 +238,7 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         capacity=capacity,
         route=route_config(problem) if from_logits else None,
         permute=None if tiling.sort else permute,
-        expand=expand,
-        expand_grid=expand.grid(capacity, device.num_sms) if expand else 0,
-        cast=CastConfig(problem.moe_format) if problem.moe_format.has_block_scales else None,
+        place=PlaceTokensConfig(problem.moe_format) if places else None,
         fc1=fc1,
         fc2=fc2,
         fc1_parts=fc1_parts,
@@ -255,11 +250,7 @@ def plan_moe(problem: MoeProblem, device: DeviceTraits, tiling: Tiling | None = 
         finalize=FinalizeConfig(split_sums=problem.strategy == "tp_n_tp_k")
         if problem.do_finalize
         else None,
-        scratch=ScratchLayout.pack(
-            _scratch_buffers(
-                problem, capacity, token_tiles, sort=tiling.sort, expand=expand is not None
-            )
-        ),
+        scratch=ScratchLayout.pack(_scratch_buffers(problem, capacity, token_tiles, tiling)),
     )
 
 
@@ -268,8 +259,7 @@ def all_specializations(arch: str) -> list[KernelSpec]:
     configs: list[KernelConfig] = [
         *all_route_configs(),
         *all_permute_configs(arch),
-        *(all_expand_configs() if mainloop_for(arch) is MainloopKind.Wgmma else []),
-        *all_cast_configs(),
+        *all_place_tokens_configs(),
         *all_gemm_configs(arch),
         *all_add_rows_configs(),
         *all_finalize_configs(),

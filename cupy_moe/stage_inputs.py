@@ -17,8 +17,7 @@ class Functions:
 
     route: Function | None
     permute: Function | None
-    expand: Function | None
-    cast: Function | None
+    place: Function | None
     fc1: Function
     fc2: Function
     add_rows: Function | None
@@ -40,17 +39,12 @@ class StageInputs:
 
     @property
     def tokens(self) -> int:
-        """What FC1 reads: the caller's array, what it was cast to, or a permuted copy of either."""
-        if not self.plan.expand:
-            return self.given_tokens
+        """What FC1 reads: permuted rows, or rows by token, the caller's or made of them."""
+        if self.plan.fc1.gather_tokens:
+            return self.scratch["tokens"] if self.plan.place else self.at.hidden_states
         # NOTE: the copy is dead when FC2 starts to write its output, which takes no fewer bytes.
         # Partial sums of one partition are written while the other one still reads.
         return self.scratch.get("permuted_tokens") or self.gemm2_output
-
-    @property
-    def given_tokens(self) -> int:
-        """Tokens in the caller's order, as the main loop reads them."""
-        return self.scratch["tokens"] if self.plan.cast else self.at.hidden_states
 
     @property
     def gemm2_output(self) -> int:

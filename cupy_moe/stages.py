@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cupy_moe.kernels.add_rows import bind_add_rows
-from cupy_moe.kernels.cast import bind_cast
-from cupy_moe.kernels.expand import bind_expand
 from cupy_moe.kernels.finalize import bind_finalize
 from cupy_moe.kernels.permute import bind_permute
+from cupy_moe.kernels.place_tokens import bind_place_tokens
 from cupy_moe.kernels.route import bind_route
 from cupy_moe.plan import PARTIAL_SUMS
 from cupy_moe.runtime.launch import BoundLaunch
@@ -52,34 +51,20 @@ def before_gemms(layer: StageInputs, stream: int) -> Iterator[BoundLaunch]:
             stream=stream,
             pdl=pdl,
         )
-    if functions.cast is not None and plan.cast is not None:
-        yield bind_cast(
-            functions.cast,
-            plan.cast,
+    if functions.place is not None and plan.place is not None:
+        yield bind_place_tokens(
+            functions.place,
+            plan.place,
             num_tokens=problem.num_tokens,
             hidden_states=at.hidden_states,
             scales=at.hidden_states_scale,
-            output=layer.given_tokens,
+            expanded_to_permuted=0 if plan.fc1.gather_tokens else layer.expanded_to_permuted,
+            output=layer.tokens,
             topk_weights=at.unrounded_weights,
             expert_weights=layer.expert_weights if at.unrounded_weights else 0,
             hidden_size=problem.hidden_size,
             scale_pitch=problem.token_scale_pitch,
             top_k=problem.top_k,
-            stream=stream,
-            pdl=pdl,
-        )
-    if functions.expand is not None and plan.expand is not None:
-        yield bind_expand(
-            functions.expand,
-            plan.expand,
-            plan.expand_grid,
-            hidden_states=layer.given_tokens,
-            permuted_to_expanded=scratch["permuted_to_expanded"],
-            num_n_tiles=scratch["schedule"],
-            output=layer.tokens,
-            row_bytes=problem.hidden_size * (2 if plan.cast else 1),
-            top_k=problem.top_k,
-            tile_n=plan.tile_n,
             stream=stream,
             pdl=pdl,
         )

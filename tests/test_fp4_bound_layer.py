@@ -40,7 +40,7 @@ def test_stages_in_order(gpu: Gpu, form: str, mode: str) -> None:
     arguments = posing_fp4(gpu, every_argument(mode, form))
     (output,) = run(form, arguments)
     assert output is arguments["output"]
-    before = [("permute", CALLER), ("cast", CALLER)]
+    before = [("permute", CALLER), ("place_tokens", CALLER)]
     assert gpu.launched == [*before, *GEMMS[form], ("finalize", CALLER)]
 
 
@@ -48,7 +48,7 @@ def test_stages_in_order(gpu: Gpu, form: str, mode: str) -> None:
 def test_the_gemms_sort_few_slots_themselves(gpu: Gpu, form: str) -> None:
     case = case_of("mxfp8", "swiglu_one_token")
     run(form, posing_fp4(gpu, fp4_arguments("mxfp8", case, form)))
-    assert gpu.launched == [("cast", CALLER), *GEMMS[form], ("finalize", CALLER)]
+    assert gpu.launched == [("place_tokens", CALLER), *GEMMS[form], ("finalize", CALLER)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -59,7 +59,7 @@ def test_routing_and_rows_that_are_handed_out(gpu: Gpu, form: str) -> None:
     assert rows.shape[1] == 256
     assert weights.shape == (8, 6)
     assert row_of_slot.shape == (48,)
-    before = [(stage, CALLER) for stage in ("route", "permute", "cast")]
+    before = [(stage, CALLER) for stage in ("route", "permute", "place_tokens")]
     after = [("add_rows", CALLER)] if form == "tp_n_tp_k" else []
     assert gpu.launched == [*before, *GEMMS[form], *after]
 
@@ -77,7 +77,7 @@ def test_partitions_are_joined_after_a_refused_launch(
     monkeypatch.setattr(launch_module, "_driver_launch", lambda: (launch, "success"))
     with pytest.raises(RuntimeError, match="refused"):
         run(form, arguments)
-    assert gpu.launched == [("permute", CALLER), ("cast", CALLER), FORK, JOIN]
+    assert gpu.launched == [("permute", CALLER), ("place_tokens", CALLER), FORK, JOIN]
     assert not arguments["partition_resources"].launch_guard()._is_owned()
 
 
@@ -105,4 +105,4 @@ def test_partitions_are_joined_after_a_refused_fork(gpu: Gpu, form: str) -> None
     arguments["partition_resources"] = Refusing(gpu)
     with pytest.raises(RuntimeError, match="refused"):
         run(form, arguments)
-    assert gpu.launched == [("permute", CALLER), ("cast", CALLER), FORK, JOIN]
+    assert gpu.launched == [("permute", CALLER), ("place_tokens", CALLER), FORK, JOIN]

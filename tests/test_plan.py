@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from cupy_moe.bench.sweep import problem_of
 from cupy_moe.bench.workloads import WORKLOADS
 from cupy_moe.kernels.gemm_tiles import MainloopKind
+from cupy_moe.kernels.place_tokens import PlaceTokensConfig
 from cupy_moe.plan import all_specializations, plan_moe
-from cupy_moe.problem import DeviceTraits, MoeProblem
+from cupy_moe.problem import Addresses, DeviceTraits, MoeProblem
+from cupy_moe.stage_inputs import Functions, StageInputs
 from cupy_moe.tiling import Tiling, choose_tiling, tile_candidates
 from cupy_moe.types import ActivationType, MoeFormat
 
@@ -50,7 +52,9 @@ def test_any_problem_gets_one_of_its_candidates(device: DeviceTraits, problem: M
     tiling = choose_tiling(problem, device)
     assert tiling in tile_candidates(problem, device)
     plan = plan_moe(problem, device)
-    assert plan.fc1.gather_tokens == (plan.expand is None)
+    has_blocks, gathers = problem.moe_format.has_block_scales, plan.fc1.gather_tokens
+    assert (plan.place is not None) == (has_blocks or not gathers)
+    assert ("tokens" in plan.scratch.offsets) == (has_blocks and gathers)
     count = 1 if problem.strategy is None else 2
     for config, parts in ((plan.fc1, plan.fc1_parts), (plan.fc2, plan.fc2_parts)):
         assert len(parts) == count
@@ -78,9 +82,40 @@ def test_every_candidate_is_compiled_ahead_of_time(
     compiled = set(all_specializations(device.arch))
     for tiling in tile_candidates(problem, device):
         plan = plan_moe(problem, device, tiling)
-        configs = [plan.permute, plan.expand, plan.cast, plan.fc1, plan.fc2, plan.add_rows]
+        configs = [plan.permute, plan.place, plan.fc1, plan.fc2, plan.add_rows]
         configs.append(plan.finalize)
         assert {config.spec() for config in configs if config is not None} <= compiled
+
+
+@pytest.mark.parametrize(
+    ("moe_format", "strategy", "gathered", "permuted"),
+    [
+        (MoeFormat.Fp8, None, None, "gemm2_output"),
+        (MoeFormat.Bf16, None, "tokens", "gemm2_output"),
+        (MoeFormat.Bf16, "tp_n_tp_n", "tokens", "gemm2_output"),
+        (MoeFormat.Bf16, "tp_n_tp_k", "tokens", "permuted_tokens"),
+    ],
+)
+@pytest.mark.parametrize("gather", [False, True])
+def test_where_fc1_reads_tokens(
+    moe_format: MoeFormat, strategy: str | None, gathered: str | None, permuted: str, gather: bool
+) -> None:
+    sizes = {"num_tokens": 64, "strategy": strategy, "partition_sms": (66, 66)}
+    problem = replace(LAYER, moe_format=moe_format, **sizes)
+    plan = plan_moe(problem, H200, Tiling(16, 128, 128, gather=gather))
+    layer = StageInputs(
+        problem=problem,
+        plan=plan,
+        functions=Functions(*[None] * len(fields(Functions))),
+        at=Addresses(hidden_states=-1),
+        device=0,
+        pdl=True,
+        routed_scaling_factor=1.0,
+        scratch=plan.scratch.offsets,
+    )
+    buffer = gathered if gather else permuted
+    assert layer.tokens == (plan.scratch.offsets[buffer] if buffer else -1)
+    assert plan.place == (PlaceTokensConfig(moe_format) if buffer else None)
 
 
 def test_main_loop_follows_the_architecture() -> None:

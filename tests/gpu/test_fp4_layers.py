@@ -77,7 +77,7 @@ def test_random(sizes: Fp4Sizes, mode: str, form: str, evidence: Evidence) -> No
 @pytest.mark.parametrize("form", ["whole", "tp_n_tp_k"])
 @each_mode
 def test_more_tiles_than_blocks(mode: str, form: str) -> None:
-    """Tokens are wider than the blocks that cast and add them, with a rest."""
+    """Tokens are wider than the blocks that place and add them, with a rest."""
     assert_like_numpy(mode, form, on_library(fp4_layer(mode, form, LARGE), "torch"))
 
 

@@ -1,4 +1,4 @@
-"""Launcher of ``cast.cu``: hidden states of FP4 layers as BF16 in the main loop's order."""
+"""Launcher of ``place_tokens.cu``: token rows as FC1 reads them, where it looks for them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from cupy_moe.types import MoeFormat
 if TYPE_CHECKING:
     from cupy_moe.runtime.jit import Function
 
-__all__ = ["PARAMS", "CastConfig", "all_cast_configs", "bind_cast"]
+__all__ = ["PARAMS", "PlaceTokensConfig", "all_place_tokens_configs", "bind_place_tokens"]
 
-COLUMNS_PER_THREAD = 8
+BYTES_PER_THREAD = 16  # of a row as FC1 reads it
 
 PARAMS = ParamLayout(
     ("hidden_states", "ptr"),
     ("scales", "ptr"),
+    ("expanded_to_permuted", "ptr"),
     ("output", "ptr"),
     ("topk_weights", "ptr"),
     ("expert_weights", "ptr"),
@@ -29,34 +30,35 @@ PARAMS = ParamLayout(
 
 
 @dataclass(frozen=True)
-class CastConfig:
-    """Specialization of the cast; ``moe_format`` has block scales."""
+class PlaceTokensConfig:
+    """Specialization of the kernel that places token rows."""
 
     moe_format: MoeFormat
     num_threads: int = 128
 
     def spec(self) -> KernelSpec:
         """Return the translation unit of this specialization."""
-        return KernelSpec.from_config("cast", self, PARAMS)
+        return KernelSpec.from_config("place_tokens", self, PARAMS)
 
     def grid(self, num_tokens: int, hidden_size: int) -> tuple[int, int, int]:
         """One block a token and slab of columns."""
-        columns = COLUMNS_PER_THREAD * self.num_threads
-        return (num_tokens, -(-hidden_size // columns), 1)
+        row_bytes = hidden_size * (2 if self.moe_format.has_block_scales else 1)
+        return (num_tokens, -(-row_bytes // (BYTES_PER_THREAD * self.num_threads)), 1)
 
 
-def all_cast_configs() -> list[CastConfig]:
+def all_place_tokens_configs() -> list[PlaceTokensConfig]:
     """Every specialization a plan can ask for."""
-    return [CastConfig(f) for f in MoeFormat if f.has_block_scales]
+    return [PlaceTokensConfig(moe_format) for moe_format in MoeFormat]
 
 
-def bind_cast(
+def bind_place_tokens(
     function: Function,
-    config: CastConfig,
+    config: PlaceTokensConfig,
     *,
     num_tokens: int,
     hidden_states: int,
     scales: int,
+    expanded_to_permuted: int,
     output: int,
     topk_weights: int,
     expert_weights: int,
@@ -70,6 +72,7 @@ def bind_cast(
     params = PARAMS.pack(
         hidden_states,
         scales,
+        expanded_to_permuted,
         output,
         topk_weights,
         expert_weights,
