@@ -11,9 +11,10 @@ from functools import lru_cache
 import pytest
 
 from cupy_moe.bench.ceilings import Ceilings, dense_bf16, read_bandwidth
+from cupy_moe.bench.contenders import Contender
 from cupy_moe.bench.fp4 import FP4_WORKLOADS, Fp4BenchLayer, make_fp4_bench_layer, padded
 from cupy_moe.bench.measure import measure
-from cupy_moe.bench.peers import FP4_PEERS
+from cupy_moe.bench.peers import FP4_PEERS, present_peers
 from cupy_moe.bench.timing import free_memory
 from cupy_moe.bench.workloads import Workload
 from tests.gpu.fp4_layers import compile_kernels, partition_resources
@@ -63,6 +64,12 @@ def whole_layer(workload: Workload, mode: str) -> Fp4BenchLayer:
     return make_fp4_bench_layer(workload, mode)
 
 
+def installed_peers(layer: Fp4BenchLayer) -> list[Contender]:
+    """Other implementations that are installed here, torch's on dequantized weights aside."""
+    present, _ = present_peers([peer for key, peer in FP4_PEERS.items() if key != "torch"])
+    return [peer(layer) for peer in present]
+
+
 def make_layer(key: str, mode: str, form: str) -> Fp4BenchLayer:
     weights = "nvfp4" if mode == "nvfp4" else "bf16"
     layer = whole_layer(padded(FP4_WORKLOADS[key], form), weights).in_mode(mode)
@@ -86,14 +93,19 @@ def test_layer(key: str, mode: str, form: str, ceilings: Ceilings, evidence: Evi
     """Our output is held to the layer in torch, before and after it is timed, by `measure`."""
     layer = make_layer(key, mode, form)
     is_main = (mode, form) == ("bf16", "whole")
+    peers = installed_peers(layer) if is_main else []
     for num_tokens in TOKENS if is_main else FEWER_TOKENS:
         sustained = is_main and num_tokens >= FIRST_SUSTAINED
         batch = layer.batch(num_tokens)
-        row = measure(layer, batch, ceilings, replays=REPLAYS, sustained=sustained)
+        row = measure(layer, batch, ceilings, replays=REPLAYS, peers=peers, sustained=sustained)
         assert row.us > 0
         record = row.as_dict()
         name = f"fp4 layer {layer.workload.title}/{mode}/{form}/T{num_tokens:05d}"
         evidence.benchmark(name, {figure: record[figure] for figure in FIGURES})
+        for peer, figures in record["peers"].items():
+            evidence.benchmark(f"{name}/{peer}", figures)
+        for peer, reason in row.failures.items():
+            evidence.benchmark(f"{name}/{peer}", {"failed": reason})
 
 
 @pytest.mark.parametrize("key", FP4_PEERS)

@@ -17,8 +17,8 @@ from tests.gpu_evidence import Evidence
 
 pytestmark = pytest.mark.gpu
 
-# K of whole stages of 128 and 256, of one and a half, of half a one; all layouts. Rows of one tile and
-# of several, also where a cluster's last block has none; all widths of products.
+# K of whole stages of 128 and 256, of one and a half, of half a one; all layouts. Rows of one tile
+# and of several, also where a cluster's last block has none; all widths of products.
 SIZES = [
     Fp4Sizes(1),
     Fp4Sizes(4, hidden=512, inter=512, block_bytes=128),
