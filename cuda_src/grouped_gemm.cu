@@ -55,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(Mainloop::kNumThreads, Config::kMin
       *reinterpret_cast<Smem*>(smem_raw), p,
       [&](const gemm::Tile& tile, Mainloop::Group& group, const Mainloop::Accumulators& acc,
           const epilogue::ExpertScales& scales) {
-        if (Config::kCluster > 1 && tile.m_tile * Config::kTileM >= p.m) return;
+        // Of a cluster's blocks the last ones may have no weights; they meet as in an epilogue.
+        if (Config::kCluster > 1 && tile.m_tile * Config::kTileM >= p.m) return group.sync();
         const i32 m_group = tile.m_tile * kGroups + group.index;
         u8* output = p.output + static_cast<i64>(tile.first_row) * p.output_pitch;
         Store::run(group, acc, scales, tile.num_rows, output, m_group * Store::kFeatures,

@@ -117,7 +117,7 @@ struct TileQueue {
   // By whole warps, kReadingWarps in all. False after the last tile. In terms that let the compiler
   // see that lanes agree: descriptors of operands then take uniform registers.
   __device__ bool pop(Cursor& at, Tile& tile) {
-    ptx::mbarrier_wait_parity(&full[at.slot()], at.parity());
+    wait_for_tile(at);
     tile = tiles[at.slot()];
     tile.num_rows = __shfl_sync(~0u, tile.num_rows, 0);
     __syncwarp();
@@ -128,7 +128,7 @@ struct TileQueue {
 
   // The same by one thread for its warp; so do those of other blocks that would push in the first.
   __device__ bool pop_alone(Cursor& at, Tile& tile) {
-    ptx::mbarrier_wait_parity(&full[at.slot()], at.parity());
+    wait_for_tile(at);
     tile = tiles[at.slot()];
     release(at.slot());
     ++at.count;
@@ -136,6 +136,14 @@ struct TileQueue {
   }
 
  private:
+  __device__ void wait_for_tile(const Cursor& at) {
+    if constexpr (kCluster > 1) {
+      ptx::mbarrier_wait_parity_cluster(&full[at.slot()], at.parity());
+    } else {
+      ptx::mbarrier_wait_parity(&full[at.slot()], at.parity());
+    }
+  }
+
   __device__ void release(u32 slot) {
     if constexpr (kCluster > 1) {
       ptx::mbarrier_arrive_cluster(ptx::mapa_shared_cluster(&empty[slot], 0));

@@ -57,8 +57,8 @@ __device__ __forceinline__ i32 ld_shared_cluster(u32 address) {
   return value;
 }
 
-// Arrival at a barrier of another block. It orders nothing: to publish what the thread wrote it
-// would have to wait until all of it has arrived.
+// Arrival at a barrier of another block. It publishes nothing there: for that it would have to wait
+// until all that the thread wrote has arrived.
 __device__ __forceinline__ void mbarrier_arrive_cluster(u32 mbarrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");

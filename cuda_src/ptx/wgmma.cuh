@@ -10,13 +10,14 @@
 namespace cupy_moe::ptx {
 
 // Operand of rows of 128 bytes in the 128-byte swizzle; eight rows are an atom of 1024 bytes, to
-// which `smem` is aligned. Addresses in descriptors are in units of 16 bytes. The compiler has to
-// see that they are uniform, and that additions to them never carry into the upper word.
+// which `smem` is aligned. Descriptors have addresses in this block, without the rank in a cluster
+// that is above them, in units of 16 bytes. The compiler has to see that they are uniform, and that
+// additions to them never carry into the upper word.
 struct Swizzle128Operand {
   u32 address;
 
   __device__ __forceinline__ explicit Swizzle128Operand(const void* smem)
-      : address(__shfl_sync(~0u, cvta_to_shared(smem), 0)) {}
+      : address(__shfl_sync(~0u, cvta_to_shared(smem) & kInBlock, 0)) {}
 
   // The operand so many bytes, a multiple of 16, further on.
   __device__ __forceinline__ Swizzle128Operand at(u32 byte_offset) const {
@@ -30,6 +31,7 @@ struct Swizzle128Operand {
   }
 
  private:
+  static constexpr u32 kInBlock = (1u << 18) - 1;
   static constexpr u64 kAtomStride = u64{1024 / 16} << 32;
   static constexpr u64 kSwizzle128 = u64{1} << 62;
   static constexpr u64 kLayout = kSwizzle128 | kAtomStride;

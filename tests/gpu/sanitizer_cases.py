@@ -12,9 +12,11 @@ import numpy as np
 from cupy_moe.comm.groups import Group
 from cupy_moe.comm.transport import Step, Transport
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme, Phases
+from cupy_moe.pipeline import tiled_as
 from cupy_moe.testing.compare import assert_within, compare, to_host
 from cupy_moe.testing.fp4_inputs import Fp4Sizes, fp4_layer
 from cupy_moe.testing.inputs import make_fp8_layer, make_hidden_states, make_topk, move_arguments
+from cupy_moe.tiling import Tiling
 from cupy_moe.types import ActivationType
 from tests.emulated_ranks import run_ranks
 from tests.finalize_cases import make_case
@@ -114,9 +116,11 @@ def main(level: str) -> None:
         from_logits(37, 64, 8, routing_method_type=2, n_group=8, topk_group=4)
         from_logits(5, 128, 1, routing_method_type=3)
         fp4("bf16", Fp4Sizes(37, block_bytes=64, local=(2, 3)))
-        # Clusters share tokens, with two weight tiles and with three.
+        # Clusters share tokens, with weight tiles for both blocks and with one too few.
         fp4("bf16", Fp4Sizes(130, experts=1, top_k=1))
         fp4("mxfp8", Fp4Sizes(90, hidden=384, inter=128, experts=1, top_k=1))
+        with tiled_as(Tiling(96, 256, 256, gather=False)):
+            fp4("nvfp4", Fp4Sizes(100, experts=1, top_k=1))
         finalized(1, 3, 264, 3)
         finalized(1, 140, 8, 1)
         finalized(2, 2, 4096, 8)
