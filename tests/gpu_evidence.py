@@ -4,9 +4,10 @@ Continuous integration has no GPU. A full run of the GPU suite (``pytest -m gpu`
 has one writes ``tests/gpu_report.json``: what ran where, how it ended, how large the errors were
 and what the benchmarks measured, together with a hash of everything a kernel's result depends on.
 ``python tests/gpu_evidence.py --check`` then fails in CI when sources and report have drifted
-apart. ``--add-rerun`` adds the run of tests that had failed for a fault of their own: the sources
-are the same, and the report says so. ``--mark-unverified`` states openly that the present sources
-have not been on a GPU yet: the figures stay, with the hash of the tree that they were measured on.
+apart. ``--add-run`` adds a run of tests that had failed for a fault of their own, or that were
+skipped where the suite ran, for want of GPUs: the sources are the same, and the report says so.
+``--mark-unverified`` states openly that the present sources have not been on a GPU yet: the figures
+stay, with the hash of the tree that they were measured on.
 """
 
 from __future__ import annotations
@@ -255,7 +256,7 @@ def check(report_path: Path = REPORT, root: Path = ROOT) -> tuple[int, str]:
         return 1, f"the GPU suite failed on these sources: {', '.join(_ended(report, 'failed'))}"
     passed, skipped = _ended(report, "passed"), _ended(report, "skipped")
     note = f" Skipped: {', '.join(skipped)}." if skipped else ""
-    for run in report.get("reruns", []):
+    for run in report.get("further_runs", []):
         note += f" {len(run['tests'])} of them in a run of their own: {run['why']}"
     return 0, f"{len(passed)} GPU tests passed on {report['environment']['gpu']}.{note}"
 
@@ -272,32 +273,31 @@ def mark_unverified(reason: str, report_path: Path = REPORT, root: Path = ROOT) 
     report_path.write_text(dump({**report, **marks}))
 
 
-def add_rerun(rerun_path: Path, reason: str, report_path: Path = REPORT) -> None:
-    """Add a run, on the same sources and kind of machine, of tests that had failed.
+def add_run(run_path: Path, reason: str, report_path: Path = REPORT) -> None:
+    """Add a run, on the same sources and kind of machine, of tests that failed or were skipped.
 
     Raises
     ------
     ValueError
-        If the report is not one of a failed suite, the runs do not belong together, or the second
-        one holds other tests than failed ones, or one that it skipped.
+        If the report does not speak of its sources, the runs do not belong together, or the second
+        one holds tests that had passed, or one that it skipped.
     """
-    report, rerun = (json.loads(path.read_text()) for path in (report_path, rerun_path))
-    if report["status"] != "failed":
-        raise ValueError(f"the report is {report['status']}: there is nothing to run again")
+    report, run = (json.loads(path.read_text()) for path in (report_path, run_path))
+    if report["status"] == "unverified":
+        raise ValueError("the report is unverified: run the whole suite first")
     for what in ("tree", "environment"):
-        if report[what] != rerun[what]:
-            raise ValueError(f"the runs differ in {what}: {report[what]} and {rerun[what]}")
-    others = sorted(rerun["tests"].keys() - set(_ended(report, "failed")))
-    if others:
-        raise ValueError(f"tests that had not failed in the report: {', '.join(others)}")
-    if skipped := _ended(rerun, "skipped"):
+        if report[what] != run[what]:
+            raise ValueError(f"the runs differ in {what}: {report[what]} and {run[what]}")
+    open_tests = {*_ended(report, "failed"), *_ended(report, "skipped")}
+    if others := sorted(run["tests"].keys() - open_tests):
+        raise ValueError(f"tests that neither failed nor were skipped: {', '.join(others)}")
+    if skipped := _ended(run, "skipped"):
         raise ValueError(f"tests that the second run skipped: {', '.join(skipped)}")
-    report["tests"] |= rerun["tests"]
-    report["errors"] |= rerun["errors"]
-    report["benchmarks"] |= rerun["benchmarks"]
-    report["reruns"] = [*report.get("reruns", []), {"why": reason, "tests": list(rerun["tests"])}]
-    if not _ended(report, "failed"):
-        report["status"] = "passed"
+    for section in ("tests", "errors", "benchmarks"):
+        report[section] |= run[section]
+    further = {"why": reason, "tests": list(run["tests"])}
+    report["further_runs"] = [*report.get("further_runs", []), further]
+    report["status"] = "failed" if _ended(report, "failed") else "passed"
     report_path.write_text(dump(report))
 
 
@@ -308,13 +308,16 @@ def main() -> int:
     action.add_argument("--check", action="store_true", help="does the report match the sources?")
     action.add_argument("--mark-unverified", metavar="WHY", help="say why they were not run")
     action.add_argument(
-        "--add-rerun", nargs=2, metavar=("REPORT", "WHY"), help="add a run of tests that had failed"
+        "--add-run",
+        nargs=2,
+        metavar=("REPORT", "WHY"),
+        help="add a run of tests that had failed or were skipped",
     )
     args = parser.parse_args()
     if args.mark_unverified is not None:
         mark_unverified(args.mark_unverified)
-    if args.add_rerun is not None:
-        add_rerun(Path(args.add_rerun[0]), args.add_rerun[1])
+    if args.add_run is not None:
+        add_run(Path(args.add_run[0]), args.add_run[1])
     code, message = check()
     print(message, file=sys.stderr if code else sys.stdout)
     return code

@@ -15,7 +15,7 @@ from tests import gpu_evidence
 from tests.gpu_evidence import (
     Evidence,
     EvidencePlugin,
-    add_rerun,
+    add_run,
     check,
     dump,
     mark_unverified,
@@ -234,12 +234,12 @@ def test_tests_that_failed_for_their_own_fault_run_again(project: Path, failed_o
     assert check(failed_once, project)[0] == 1
     rerun = project / "rerun.json"
     run_suite(project, str(project / TWO), path=rerun)
-    add_rerun(rerun, "The test was wrong.", failed_once)
+    add_run(rerun, "The test was wrong.", failed_once)
     code, message = check(failed_once, project)
     assert code == 0
     assert "2 GPU tests passed" in message
     assert message.endswith("1 of them in a run of their own: The test was wrong.")
-    (run,) = json.loads(failed_once.read_text())["reruns"]
+    (run,) = json.loads(failed_once.read_text())["further_runs"]
     assert [name.rpartition("::")[2] for name in run["tests"]] == ["test_kernel[two]"]
 
 
@@ -249,22 +249,22 @@ def test_a_rerun_that_fails_again_changes_nothing_for_the_check(
     (project / "tests/gpu/test_kernel.py").write_text(PASSING.replace("assert case", FAULT))
     rerun = project / "rerun.json"
     run_suite(project, str(project / TWO), path=rerun)
-    add_rerun(rerun, "why", failed_once)
+    add_run(rerun, "why", failed_once)
     assert check(failed_once, project)[0] == 1
 
 
-def test_reruns_of_other_sources_and_of_other_tests_are_refused(
+def test_runs_of_other_sources_and_of_other_tests_are_refused(
     project: Path, failed_once: Path
 ) -> None:
     before = failed_once.read_text()
     rerun = project / "rerun.json"
     run_suite(project, path=rerun)
-    with pytest.raises(ValueError, match=r"had not failed.*test_kernel\[one\]"):
-        add_rerun(rerun, "why", failed_once)
+    with pytest.raises(ValueError, match=r"neither failed nor.*test_kernel\[one\]"):
+        add_run(rerun, "why", failed_once)
     (project / "cuda_src/route.cu").write_text("// changed")
     run_suite(project, str(project / TWO), path=rerun)
     with pytest.raises(ValueError, match="differ in tree"):
-        add_rerun(rerun, "why", failed_once)
+        add_run(rerun, "why", failed_once)
     assert failed_once.read_text() == before
 
 
@@ -279,21 +279,37 @@ def test_a_rerun_that_skips_does_not_stand_for_a_failed_test(
     outcomes["tests"] = {n: e for n, e in outcomes["tests"].items() if n.endswith("[two]")}
     rerun.write_text(json.dumps(outcomes))
     with pytest.raises(ValueError, match=r"skipped: .*test_kernel\[two\]"):
-        add_rerun(rerun, "why", failed_once)
+        add_run(rerun, "why", failed_once)
     assert check(failed_once, project)[0] == 1
 
 
-@pytest.mark.parametrize("marked", [False, True], ids=["passed", "unverified"])
-def test_only_a_failed_suite_takes_a_rerun(project: Path, marked: bool) -> None:
+def test_a_suite_that_is_unverified_takes_no_run(project: Path) -> None:
     run_suite(project)
-    if marked:
-        mark_unverified("no GPU at hand", report_of(project), project)
+    mark_unverified("no GPU at hand", report_of(project), project)
     before = report_of(project).read_text()
-    rerun = project / "rerun.json"
-    run_suite(project, str(project / TWO), path=rerun)
-    with pytest.raises(ValueError, match="unverified" if marked else "passed"):
-        add_rerun(rerun, "why", report_of(project))
+    run = project / "run.json"
+    run_suite(project, str(project / TWO), path=run)
+    with pytest.raises(ValueError, match="unverified"):
+        add_run(run, "why", report_of(project))
     assert report_of(project).read_text() == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_skipped_for_want_of_gpus_runs_elsewhere(project: Path, fails: bool) -> None:
+    suite = project / "tests/gpu/test_kernel.py"
+    suite.write_text(PASSING.replace("assert case", 'case == "two" and pytest.skip("two GPUs")'))
+    run_suite(project)
+    assert "Skipped: " in check(report_of(project), project)[1]
+    suite.write_text(PASSING.replace("assert case", FAULT if fails else "assert case"))
+    run = project / "run.json"
+    run_suite(project, str(project / TWO), path=run)
+    add_run(run, "On two GPUs.", report_of(project))
+    code, message = check(report_of(project), project)
+    assert code == fails
+    if not fails:
+        assert "2 GPU tests passed" in message
+        assert "Skipped" not in message
+        assert message.endswith("1 of them in a run of their own: On two GPUs.")
 
 
 # --- what tests record ------------------------------------------------------------------------

@@ -104,6 +104,7 @@ def main(level: str) -> None:
     from_logits(3, 8, 2, routing_method_type=1)
     fp4("mxfp8", Fp4Sizes(3))
     fp4("nvfp4", Fp4Sizes(3))
+    fp4("bf16", Fp4Sizes(130, experts=1, top_k=1))  # clusters share tokens
     finalized(1, 2, 4096, 8)
     finalized(2, 3, 264, 3)
     if level == "all":
@@ -116,8 +117,7 @@ def main(level: str) -> None:
         from_logits(37, 64, 8, routing_method_type=2, n_group=8, topk_group=4)
         from_logits(5, 128, 1, routing_method_type=3)
         fp4("bf16", Fp4Sizes(37, block_bytes=64, local=(2, 3)))
-        # Clusters share tokens, with weight tiles for both blocks and with one too few.
-        fp4("bf16", Fp4Sizes(130, experts=1, top_k=1))
+        # A cluster with one weight tile too few, and one of other tiles.
         fp4("mxfp8", Fp4Sizes(90, hidden=384, inter=128, experts=1, top_k=1))
         with tiled_as(Tiling(96, 256, 256, gather=False)):
             fp4("nvfp4", Fp4Sizes(100, experts=1, top_k=1))

@@ -36,8 +36,9 @@ ALONE = ("golden", "tricky", "random_calls", "pairs", "layer", "raises_first", "
 IN_TURNS = ("golden", "few_calls", "pairs")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _two_gpus() -> None:
+    """Before the fixtures that run processes."""
     need_gpus(2)
 
 

@@ -25,8 +25,9 @@ SESSION = (
 )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _two_gpus() -> None:
+    """Before the fixtures that run processes."""
     need_gpus(2)
 
 
