@@ -1,4 +1,4 @@
-"""What tests on the GPU share: memory given back between modules, and a count of graph launches."""
+"""What GPU tests share: memory given back, enough GPUs, a count of graph launches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from cupy_moe import bound_layer
 from cupy_moe.fused_moe import repeated
 from cupy_moe.runtime.graph import LaunchGraph
+from tests.gpu.finalize_ranks import need_gpus
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,6 +24,12 @@ def _free_gpu_memory() -> Iterator[None]:
         sys.modules["torch"].cuda.empty_cache()
     if "cupy" in sys.modules:
         sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> None:
+    """Skip a module where there are fewer, before its fixtures run anything."""
+    need_gpus(2)
 
 
 @pytest.fixture

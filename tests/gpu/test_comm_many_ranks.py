@@ -28,18 +28,12 @@ from tests.gpu.finalize_ranks import (
     to_bits,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
 
 SCHEMES = pytest.mark.parametrize("scheme", FinalizeScheme, ids=lambda scheme: scheme.name)
 GROUP_SIZES = (4, 8)
 ALONE = ("golden", "tricky", "random_calls", "pairs", "layer", "raises_first", "slow_producer")
 IN_TURNS = ("golden", "few_calls", "pairs")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _two_gpus() -> None:
-    """Before the fixtures that run processes."""
-    need_gpus(2)
 
 
 # --- processes ------------------------------------------------------------------------------------

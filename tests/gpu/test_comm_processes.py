@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.finalize_ranks import assert_done, need_gpus, run_processes
+from tests.gpu.finalize_ranks import assert_done, run_processes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
 
 # One after another in the same two processes: starting them takes longer than the calls.
 SESSION = (
@@ -23,12 +23,6 @@ SESSION = (
     "slow_producer",
     "nccl",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _two_gpus() -> None:
-    """Before the fixtures that run processes."""
-    need_gpus(2)
 
 
 @pytest.fixture(scope="module")
