@@ -89,16 +89,10 @@ struct FeedWgmma {
     }
   }
 
-  // By whole warps, kConsumerWarps: this one has left a stage.
+  // By whole warps, kConsumerWarps: this one has left a stage, and says so to every block.
   __device__ __forceinline__ static void release(Smem& smem, i32 slot) {
-    const i32 lane = static_cast<i32>(threadIdx.x) % 32;
-    if constexpr (kCluster > 1) {
-      if (lane < kCluster) {
-        ptx::mbarrier_arrive_cluster(ptx::mapa_shared_cluster(&smem.empty[slot], lane));
-      }
-    } else {
-      if (lane == 0) ptx::mbarrier_arrive(&smem.empty[slot]);
-    }
+    const u32 lane = threadIdx.x % 32;
+    if (lane < kCluster) ptx::mbarrier_arrive_at<kCluster>(&smem.empty[slot], lane);
   }
 
   // Before the list of tiles is there, for many slots: most probably every expert has one token

@@ -121,7 +121,7 @@ struct TileQueue {
     tile = tiles[at.slot()];
     tile.num_rows = __shfl_sync(~0u, tile.num_rows, 0);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) release(at.slot());
+    if (threadIdx.x % 32 == 0) release(at);
     ++at.count;
     return __all_sync(~0u, tile.num_rows > 0);
   }
@@ -130,7 +130,7 @@ struct TileQueue {
   __device__ bool pop_alone(Cursor& at, Tile& tile) {
     wait_for_tile(at);
     tile = tiles[at.slot()];
-    release(at.slot());
+    release(at);
     ++at.count;
     return tile.num_rows > 0;
   }
@@ -144,12 +144,8 @@ struct TileQueue {
     }
   }
 
-  __device__ void release(u32 slot) {
-    if constexpr (kCluster > 1) {
-      ptx::mbarrier_arrive_cluster(ptx::mapa_shared_cluster(&empty[slot], 0));
-    } else {
-      ptx::mbarrier_arrive(&empty[slot]);
-    }
+  __device__ void release(const Cursor& at) {
+    ptx::mbarrier_arrive_at<kCluster>(&empty[at.slot()], 0);
   }
 };
 

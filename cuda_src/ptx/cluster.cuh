@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace cupy_moe::ptx {
 
@@ -57,17 +58,24 @@ __device__ __forceinline__ i32 ld_shared_cluster(u32 address) {
   return value;
 }
 
-// Arrival at a barrier of another block. It publishes nothing there: for that it would have to wait
-// until all that the thread wrote has arrived.
-__device__ __forceinline__ void mbarrier_arrive_cluster(u32 mbarrier) {
+// Arrival at the same barrier of block `rank` in a cluster of kCluster. It publishes nothing there:
+// for that it would have to wait until all that the thread wrote has arrived.
+template <i32 kCluster>
+__device__ __forceinline__ void mbarrier_arrive_at(u64* barrier, u32 rank) {
+  if constexpr (kCluster == 1) {
+    mbarrier_arrive(barrier);
+  } else {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");
+    asm volatile(
+        "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapa_shared_cluster(barrier, rank))
+        : "memory");
 #else
-  __trap();
+    __trap();
 #endif
+  }
 }
 
-// Likewise, which also announces `bytes`.
+// Likewise at the barrier at `mbarrier` of another block, which also announces `bytes`.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(u32 mbarrier, i32 bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(mbarrier),
