@@ -283,13 +283,15 @@ def test_a_rerun_that_skips_does_not_stand_for_a_failed_test(
     assert check(failed_once, project)[0] == 1
 
 
-def test_a_suite_that_is_unverified_takes_no_run(project: Path) -> None:
+@pytest.mark.parametrize("marked", [False, True], ids=["passed", "unverified"])
+def test_a_suite_that_passed_or_is_unverified_takes_no_run(project: Path, marked: bool) -> None:
     run_suite(project)
-    mark_unverified("no GPU at hand", report_of(project), project)
+    if marked:
+        mark_unverified("no GPU at hand", report_of(project), project)
     before = report_of(project).read_text()
     run = project / "run.json"
     run_suite(project, str(project / TWO), path=run)
-    with pytest.raises(ValueError, match="unverified"):
+    with pytest.raises(ValueError, match="unverified" if marked else "neither failed nor"):
         add_run(run, "why", report_of(project))
     assert report_of(project).read_text() == before
 
