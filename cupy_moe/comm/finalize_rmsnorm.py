@@ -218,7 +218,7 @@ def close_tp_moe_finalize_rmsnorm() -> None:
     Waits for the other ranks, but not for ever: for as long as a launch of theirs may wait
     (``timeout_s``) and as long again, at least 5 s. Without all of them, memory that a late launch
     of another rank could still write into stays allocated; a warning of the logger ``cupy_moe``
-    says so.
+    says so. Waits for the device, so no stream of it may be captured meanwhile.
     """
     state = _registry.get()
     if state is not None:

@@ -206,7 +206,8 @@ class FinalizeWorkspace(Closing):
         Waits for the other ranks to close, for as long as a launch of theirs may wait (`timeout_s`)
         and as long again, at least 5 s. If one does not come, a late launch of it could still write
         into this rank's memory: that memory stays allocated, and a warning says so. Messages that
-        still wait for a peer are aborted.
+        still wait for a peer are aborted. Waits for the device, so no stream of it may be captured
+        meanwhile.
         """
         with self._lock:  # a call that another thread makes is enqueued before, or refused
             if not self._is_open:

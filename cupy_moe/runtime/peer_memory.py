@@ -87,12 +87,17 @@ class DeviceMemory:
                 raise RuntimeError(f"{num_bytes} B of memory on cuda:{device}: {error}") from error
 
     def fill(self, fills: Iterable[tuple[int, int, int]]) -> None:
-        """Set words: (offset in bytes, number of words, word). Returns when it is done."""
+        """Set words: (offset in bytes, number of words, word). Returns when it is done.
+
+        Waits for nothing else: another thread may be capturing a stream of the device.
+        """
         driver = import_driver()
         with device_guard(self.device):
+            stream = import_cupy().cuda.Stream(non_blocking=True)
             for offset, count, word in fills:
-                check(driver.cuMemsetD32(self.address + offset, word, count), "filling a workspace")
-            self._runtime.deviceSynchronize()
+                done = driver.cuMemsetD32Async(self.address + offset, word, count, stream.ptr)
+                check(done, "filling a workspace")
+            stream.synchronize()
 
     def offer(self) -> MemoryOffer:
         """Describe the memory to other ranks."""

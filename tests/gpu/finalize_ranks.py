@@ -83,22 +83,31 @@ class GpuRank:
             self._cupy.cuda.Device().synchronize()
         self.workspace.check()
 
+    def capture(self, work: Callable[[], None]) -> Any:
+        """Graph of what ``work`` enqueues; all ranks at once: none may wait for their GPU then."""
+        self.group.barrier()
+        with self._cupy.cuda.Device(self.device), self.own_stream as stream:
+            stream.begin_capture(self._cupy.cuda.runtime.streamCaptureModeThreadLocal)
+            work()
+            graph = stream.end_capture()
+        self.group.barrier()
+        return graph
+
     def enqueue_all(self, calls: list[tuple[FinalizeCase, Any, Any]], in_graph: bool) -> None:
         """Run calls (case, arrays, output) eagerly, or as one graph three times."""
-        stream = self.own_stream
+
+        def work() -> None:
+            for call in calls:
+                self.enqueue(*call)
+
         with self._cupy.cuda.Device(self.device):
             if in_graph:
-                with stream:
-                    stream.begin_capture(self._cupy.cuda.runtime.streamCaptureModeThreadLocal)
-                    for call in calls:
-                        self.enqueue(*call)
-                    graph = stream.end_capture()
-                self.group.barrier()
+                graph = self.capture(work)
                 for _ in range(3):
-                    graph.launch(stream)
+                    graph.launch(self.own_stream)
             else:
-                for call in calls:
-                    self.enqueue(*call)
+                self.group.barrier()
+                work()
         self.synchronize()
 
     def run(self, case: FinalizeCase, num_calls: int = 1) -> list[np.ndarray]:
@@ -189,10 +198,7 @@ def check_slow_producer(rank: GpuRank, case: FinalizeCase, in_graph: bool) -> No
             case.check(expected)
             rank.group.barrier()
             if in_graph:
-                stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
-                step()
-                graph = stream.end_capture()
-                rank.group.barrier()
+                graph = rank.capture(step)
             for _ in range(30):
                 if in_graph:
                     graph.launch(stream)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -108,7 +109,6 @@ def test_words_around_the_sentinel(scheme: FinalizeScheme, in_graph: bool) -> No
     def work(group: Group) -> None:
         rank = GpuRank(group, cases[0], limits=LIMITS[scheme])
         calls = [(case, rank.upload(case), rank.output(case)) for case in cases]
-        group.barrier()
         rank.enqueue_all(calls, in_graph)
         for case, _, out in calls:
             case.check(to_bits(out))
@@ -126,13 +126,15 @@ def test_eager_calls_and_graphs_of_one_to_three_calls(cupy: Any) -> None:
     def work(group: Group) -> None:
         rank = GpuRank(group, cases[1], limits=limits)
         calls = [(cases[t], rank.upload(cases[t]), rank.output(cases[t])) for t in sizes]
-        graphs = {}
-        for name, count in (("one", 1), ("two", 2), ("three", 3)):
-            with rank.own_stream as stream:
-                stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
-                for call in calls[-count:]:
-                    rank.enqueue(*call)
-                graphs[name] = stream.end_capture()
+
+        def last(count: int) -> None:
+            for call in calls[-count:]:
+                rank.enqueue(*call)
+
+        graphs = {
+            name: rank.capture(partial(last, count))
+            for name, count in (("one", 1), ("two", 2), ("three", 3))
+        }
         written = {"eager": calls[:1], "one": calls[-1:], "two": calls[-2:], "three": calls[-3:]}
         kept = [
             (case, out.view(np.uint16).copy())
@@ -222,6 +224,20 @@ def test_two_streams_take_turns(cupy: Any) -> None:
         rank.workspace.close()
 
     run_on_gpu(2, work)
+
+
+def test_a_workspace_is_made_while_another_thread_captures(cupy: Any) -> None:
+    case = make_case(1, 4)
+    (expected,) = check_all([case], 1)
+    captured = cupy.cuda.Stream(non_blocking=True)
+    with captured:
+        captured.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        try:
+            (rank,) = run_on_gpu(1, lambda group: GpuRank(group, case))
+        finally:
+            captured.end_capture()
+    np.testing.assert_array_equal(rank.run(case)[0], expected)
+    rank.workspace.close()
 
 
 def test_two_streams_in_one_capture(cupy: Any) -> None:
