@@ -72,7 +72,7 @@ def multiprocessors(problem: MoeProblem, device: DeviceTraits) -> int:
 # every expert hit needs one tile, so that its weights are read once. Measured on an H200.
 _WGMMA_SHARES = {8: 2.0, 16: 7.0, 32: 20.0, 64: 40.0}
 # Of FP4 layers, whose weights are widened again for every token tile.
-_FP4_WGMMA_SHARES = {8: 4.0, 16: 9.0, 24: 17.0, 48: 36.0, 96: 80.0}
+_FP4_WGMMA_SHARES = {8: 4.0, 16: 9.0, 24: 17.0, 48: 36.0, 96: 80.0, 160: 300.0}
 _COMPUTE_BOUND_SHARE = 128.0  # from here on larger weight tiles win over finer waves
 _TOLERATED_IDLE = 0.065  # of the multiprocessors, averaged over the waves
 _UNEVEN_TILE_N = 64  # from here on the time of a tile follows its rows in use

@@ -144,9 +144,18 @@ def test_a_tiling_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "on_h200", "on_a100"),
-    [(1, 8, 8), (64, 8, 8), (128, 16, 16), (256, 24, 32), (1024, 96, 64), (4096, 192, 64)],
+    [
+        (1, 8, 8),
+        (64, 8, 8),
+        (128, 16, 16),
+        (256, 24, 32),
+        (1024, 96, 64),
+        (2048, 160, 64),
+        (4096, 160, 64),
+        (8192, 192, 64),
+    ],
 )
-def test_most_experts_of_fp4_layers_have_one_tile(tokens: int, on_h200: int, on_a100: int) -> None:
+def test_most_experts_of_fp4_layers_have_few_tiles(tokens: int, on_h200: int, on_a100: int) -> None:
     problem = replace(LAYER, num_tokens=tokens, moe_format=MoeFormat.Bf16)
     assert choose_tiling(problem, H200).tile_n == on_h200
     assert choose_tiling(problem, A100).tile_n == on_a100

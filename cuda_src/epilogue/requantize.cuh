@@ -95,6 +95,8 @@ struct ActivateToBlocks {
   static constexpr i32 kStagedBytes = 4;
   static constexpr i32 kElementBytes = 2;
   static constexpr bool kRequantizes = true;
+  // Two hyperbolic tangents a value leave no registers for more of them.
+  static constexpr i32 kValuesAtOnce = Config::kActivation == ActivationType::Situ ? 2 : 8;
 
   __device__ static void stage(u8* row, i32 block, i32 half, i32 group, float x0, float x1,
                                const ExpertScales& scales) {

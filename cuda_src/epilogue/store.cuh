@@ -29,6 +29,7 @@ struct ActivateToE4m3 {
   static constexpr i32 kStagedBytes = 1;
   static constexpr i32 kElementBytes = 1;
   static constexpr bool kRequantizes = false;
+  static constexpr i32 kValuesAtOnce = 8;
 
   __device__ static void stage(u8* row, i32 block, i32 half, i32 group, float x0, float x1,
                                const ExpertScales& scales) {
@@ -51,6 +52,7 @@ struct ScaleToBf16 {
   static constexpr i32 kStagedBytes = 2;
   static constexpr i32 kElementBytes = 2;
   static constexpr bool kRequantizes = false;
+  static constexpr i32 kValuesAtOnce = 8;
 
   __device__ static void stage(u8* row, i32 block, i32 half, i32 group, float x0, float x1,
                                const ExpertScales& scales) {
@@ -65,6 +67,8 @@ struct TileStore {
   static constexpr i32 kFeatures = Mainloop::kGroupRows / 32 * Transform::kFeaturesPer32Rows;
   static constexpr i32 kRowBytes = kFeatures * Transform::kElementBytes;
   static constexpr i32 kPitch = kFeatures * Transform::kStagedBytes + 16;  // spreads over the banks
+  // Loads may not pass stores: so many values are computed between them, side by side.
+  static constexpr i32 kFragsAtOnce = max(1, Transform::kValuesAtOnce / 2 / Mainloop::kFragsM);
   using Accumulators = typename Mainloop::Accumulators;
   using Group = typename Mainloop::Group;
   static_assert(kRowBytes % 16 == 0, "rows leave in 16-byte vectors");
@@ -74,15 +78,35 @@ struct TileStore {
   // Fragments [first, first + kStagedFragsN) of every column, transformed, as rows of tokens.
   __device__ static void stage(const Group& group, const Accumulators& acc, i32 first,
                                const ExpertScales& scales) {
-    const i32 lane = static_cast<i32>(threadIdx.x) % 32;
 #pragma unroll
-    for (i32 n = 0; n < Mainloop::kStagedFragsN; ++n) {
+    for (i32 n = 0; n < Mainloop::kStagedFragsN; n += kFragsAtOnce) {
+      stage_some(group, acc, first, n, scales);
+    }
+  }
+
+  __device__ __forceinline__ static void stage_some(const Group& group, const Accumulators& acc,
+                                                    i32 first, i32 first_n,
+                                                    const ExpertScales& scales) {
+    const i32 lane = static_cast<i32>(threadIdx.x) % 32;
+    float row_scales[kFragsAtOnce][2];
+#pragma unroll
+    for (i32 i = 0; i < kFragsAtOnce; ++i) {
+      const i32 n = first_n + i;
       if (first + n >= Mainloop::kFragsN) break;  // the last columns may be fewer
 #pragma unroll
       for (i32 c = 0; c < 2; ++c) {
         const i32 column = group.fragment_column(n) + 2 * (lane % 4) + c;
-        const float scale = Mainloop::kAccScale * group.row_scale(8 * first + column);
-        u8* row = group.staging() + column * kPitch;
+        row_scales[i][c] = Mainloop::kAccScale * group.row_scale(8 * first + column);
+      }
+    }
+#pragma unroll
+    for (i32 i = 0; i < kFragsAtOnce; ++i) {
+      const i32 n = first_n + i;
+      if (first + n >= Mainloop::kFragsN) break;
+#pragma unroll
+      for (i32 c = 0; c < 2; ++c) {
+        const float scale = row_scales[i][c];
+        u8* row = group.staging() + (group.fragment_column(n) + 2 * (lane % 4) + c) * kPitch;
 #pragma unroll
         for (i32 m = 0; m < Mainloop::kFragsM; ++m) {
           const i32 sixteen = group.fragment_row(m) / 16;

@@ -32,6 +32,10 @@ struct ProductWidths<96> {
   static constexpr i32 kWidths[] = {32, 48, 64, 72, 80, 96};
 };
 template <>
+struct ProductWidths<160> {
+  static constexpr i32 kWidths[] = {96, 128, 144, 160};
+};
+template <>
 struct ProductWidths<192> {
   static constexpr i32 kWidths[] = {64, 96, 128, 160, 192};
 };

@@ -20,12 +20,18 @@ struct alignas(16) Tile {
 // time: neighbours take the same weight tile and different token tiles, of which kBand at most, so
 // that their rows stay in L2 while the weight tiles pass by.
 //
+// Half a large tile takes more than half of its time. So large tiles of an expert share its rows
+// evenly, in steps that are those of the widths of products; small ones are full up to the last.
+//
 // A cluster takes so many neighbouring weight tiles of a token tile, one a block, and counts as one
 // block here. Past the end of the weights its last ones have nothing to compute.
 template <typename Config>
 struct TileList {
   static constexpr u32 kBand = 16;
   static constexpr u32 kClusterRows = Config::kTileM * Config::kCluster;
+  static constexpr i32 kRowStep = Config::kTileN >= 192 ? 32 : 16;
+  static constexpr bool kSharesRows = Config::kTileN >= 160;
+  static_assert(!kSharesRows || Config::kTileN % kRowStep == 0, "no share exceeds a tile");
 
   const Params& p;
   const Order<Config>& order;
@@ -49,10 +55,21 @@ struct TileList {
     const u32 in_band = in_expert - band * num_m_tiles;
     tile.expert = info.x;
     tile.m_tile = static_cast<i32>(in_band / width) * Config::kCluster;
-    const i32 n_tile = static_cast<i32>(first + band + in_band % width);
-    tile.first_row = n_tile * Config::kTileN;
-    tile.num_rows = info.z == 1 ? info.w : order.tile(p, n_tile).w;
+    const i32 n_tile = static_cast<i32>(band + in_band % width);  // of the expert
+    const i32 last_rows = info.z == 1 ? info.w : order.tile(p, info.y + info.z - 1).w;
+    const i32 num_rows = (info.z - 1) * Config::kTileN + last_rows;  // of the expert
+    const i32 begin = begin_row(n_tile, info.z, num_rows);
+    tile.first_row = info.y * Config::kTileN + begin;
+    tile.num_rows = min(begin_row(n_tile + 1, info.z, num_rows), num_rows) - begin;
     return true;
+  }
+
+ private:
+  // Where a tile begins in the rows of its expert. The first ones get a step more than the others.
+  __device__ static i32 begin_row(i32 n_tile, i32 num_tiles, i32 num_rows) {
+    if (!kSharesRows) return n_tile * Config::kTileN;
+    const i32 num_steps = ceil_div(num_rows, kRowStep);
+    return (n_tile * (num_steps / num_tiles) + min(n_tile, num_steps % num_tiles)) * kRowStep;
   }
 };
 

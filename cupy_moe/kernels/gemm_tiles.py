@@ -74,6 +74,7 @@ _FP4_TILE_SHAPES = {
         TileShape(256, 48, groups=4),
         TileShape(128, 96, groups=2),
         TileShape(256, 96, groups=4, cluster=2),
+        TileShape(128, 160, groups=2, cluster=2),
         TileShape(128, 192, groups=2, cluster=2),
     ),
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,8 @@ SIZES = [
     Fp4Sizes(600, hidden=512, inter=256, experts=3, block_bytes=128),
 ]
 LARGE = Fp4Sizes(2500, hidden=768, inter=256, experts=3, top_k=1)  # more tiles than blocks
-ROWS = (40, 72, 80, 120, 150, 190)  # of experts, for products of all widths
+ROWS = (40, 72, 80, 120, 140, 150, 190)  # of experts, for products of all widths
+SHARED_ROWS = (161, 193, 256, 289, 321, 400, 500)  # of two, three and four large tiles
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -96,11 +99,11 @@ def test_same_bits(
     evidence.errors(f"fp4 tilings/{mode}/{form}/{sizes}", errors)
 
 
-def mixed_layer(mode: str, **sizes: int) -> dict[str, Any]:
-    """Make a call whose experts have ROWS rows."""
-    shape = Fp4Sizes(sum(ROWS), experts=len(ROWS), top_k=1, **sizes)
+def mixed_layer(mode: str, rows: Sequence[int], **sizes: int) -> dict[str, Any]:
+    """Make a call whose experts have so many rows."""
+    shape = Fp4Sizes(sum(rows), experts=len(rows), top_k=1, **sizes)
     arguments = fp4_layer(mode, "whole", shape)
-    experts = np.repeat(np.arange(len(ROWS)), ROWS)
+    experts = np.repeat(np.arange(len(rows)), rows)
     arguments["topk_ids"][:, 0] = np.random.default_rng(0).permutation(experts)
     return arguments
 
@@ -114,23 +117,42 @@ def widths_of_tiles() -> dict[int, set[int]]:
     return {int(tile_n): {*map(int, widths.split(", "))} for tile_n, widths in listed}
 
 
+def rows_of_tiles(rows: int, tile_n: int) -> list[int]:
+    """Rows of an expert's tiles, as gemm::TileList gives them out."""
+    num_tiles = -(-rows // tile_n)
+    if tile_n < 160:
+        return [min(rows - first, tile_n) for first in range(0, rows, tile_n)]
+    step = 32 if tile_n >= 192 else 16
+    least, more = divmod(-(-rows // step), num_tiles)
+    steps = [least + 1] * more + [least] * (num_tiles - more)
+    first = list(accumulate(steps, initial=0))
+    return [min(step * e, rows) - step * b for b, e in pairwise(first)]
+
+
 def reached(tile_n: int, widths: set[int]) -> set[int]:
     """Widths of the products of ROWS."""
-    rests = [rows - first for rows in ROWS for first in range(0, rows, tile_n)]
-    return {min(w for w in widths if w >= min(rest, tile_n)) for rest in rests}
+    columns = {n for rows in ROWS for n in rows_of_tiles(rows, tile_n)}
+    return {min(width for width in widths if width >= n) for n in columns}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_width_of_products(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for tile_n, widths in widths_of_tiles().items():
         assert reached(tile_n, widths) == widths
-    arguments = on_library(mixed_layer(mode, hidden=640, inter=384), "torch")
+    arguments = on_library(mixed_layer(mode, ROWS, hidden=640, inter=384), "torch")
+    assert_same_bits(mode, "whole", arguments, monkeypatch)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tiles_that_share_rows(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {len(rows_of_tiles(rows, 160)) for rows in SHARED_ROWS} == {2, 3, 4}
+    arguments = on_library(mixed_layer(mode, SHARED_ROWS, hidden=640, inter=384), "torch")
     assert_same_bits(mode, "whole", arguments, monkeypatch)
 
 
 def test_rare_scales_here_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one row of FC2, with plain stages before, between and after, in one block of a cluster."""
-    arguments = mixed_layer("bf16", hidden=512, inter=1024)
+    arguments = mixed_layer("bf16", ROWS, hidden=512, inter=1024)
     scales = arguments["gemm2_weights_scale"].copy()
     scales[:, 5, [8, 20]] = 130  # 128 of K are four scales
     arguments["gemm2_weights_scale"] = prepare_gemm2_scales(scales)
