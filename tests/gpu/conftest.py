@@ -15,6 +15,11 @@ from cupy_moe.runtime.graph import LaunchGraph
 from tests.gpu.finalize_ranks import need_gpus
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the benchmarks, most of the time, to the end: a suite that is stopped has tested."""
+    items.sort(key=lambda item: "benchmarks" in item.path.stem)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _free_gpu_memory() -> Iterator[None]:
     """Give back what a module of tests allocated before the next one starts."""
