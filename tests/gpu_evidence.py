@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -231,6 +232,8 @@ class EvidencePlugin:
 
     def pytest_sessionfinish(self) -> None:
         """Write the report if there is one to write."""
+        # Of a test that was interrupted only that it had failed by then is known.
+        self.outcomes |= {name: kept for name, kept in self.phases.items() if kept[0] == "failed"}
         finished = bool(self.selected) and self.selected == set(self.outcomes)
         path = self.path or (self.root / "tests" / REPORT.name if self.whole and finished else None)
         ran = any(outcome != "skipped" for outcome, _ in self.outcomes.values())
@@ -247,12 +250,18 @@ def gpu_tests(root: Path = ROOT) -> set[str]:
     """Names of the tests of the GPU suite, as pytest collects them here."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu"]
     run = subprocess.run(
-        [*command, "-p", "no:cacheprovider"], cwd=root, capture_output=True, text=True, check=False
+        [*command, "-p", "no:cacheprovider"],
+        cwd=root,
+        env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    if run.returncode != 0:
+    names = {line for line in run.stdout.splitlines() if "::" in line}
+    if run.returncode != 0 or not names:
         last = (run.stdout + run.stderr)[-2000:]
         raise RuntimeError(f"the GPU suite cannot be collected:\n{last}")
-    return {line for line in run.stdout.splitlines() if "::" in line}
+    return names
 
 
 def check(report_path: Path = REPORT, root: Path = ROOT) -> tuple[int, str]:
@@ -296,13 +305,14 @@ def mark_unverified(reason: str, report_path: Path = REPORT, root: Path = ROOT) 
 def add_run(run_path: Path, reason: str, report_path: Path = REPORT) -> None:
     """Add a run of tests on the same sources and kind of machine.
 
-    What failed in it has failed, also where it had passed before.
+    What failed in it has failed, also where it had passed before. An unverified report is completed
+    by tests that it lacks; why it was unverified stays in it.
 
     Raises
     ------
     ValueError
-        If the figures of the report are those of other sources, the runs do not belong together, or
-        the second one skipped a test.
+        If the figures of the report are those of other sources, the runs do not belong together,
+        the second one skipped a test, or it adds no test to an unverified report.
     """
     report, run = (json.loads(path.read_text()) for path in (report_path, run_path))
     if report["measured_tree"] != report["tree"]:
@@ -312,12 +322,15 @@ def add_run(run_path: Path, reason: str, report_path: Path = REPORT) -> None:
             raise ValueError(f"the runs differ in {what}: {report[what]} and {run[what]}")
     if skipped := _ended(run, "skipped"):
         raise ValueError(f"tests that the second run skipped: {', '.join(skipped)}")
+    further = {"why": reason, "tests": list(run["tests"])}
+    if "unverified" in report:
+        if run["tests"].keys() <= report["tests"].keys():
+            raise ValueError("the report is unverified, and the run has no test that it lacks")
+        further["unverified_before"] = report.pop("unverified")
     for section in ("tests", "errors", "benchmarks"):
         report[section] |= run[section]
-    further = {"why": reason, "tests": list(run["tests"])}
     report["further_runs"] = [*report.get("further_runs", []), further]
     report["status"] = "failed" if _ended(report, "failed") else "passed"
-    report.pop("unverified", None)
     report_path.write_text(dump(report))
 
 

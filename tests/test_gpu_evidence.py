@@ -289,6 +289,19 @@ def test_a_test_that_is_interrupted_has_not_passed(project: Path) -> None:
     assert names == ["test_kernel[one]"]
 
 
+def test_a_test_that_failed_before_it_was_interrupted_has_failed(project: Path) -> None:
+    fixture = "@pytest.fixture\ndef hangs():\n    yield\n    raise KeyboardInterrupt\n\n"
+    fails = PASSING.replace("(case)", "(case, hangs)").replace("assert case", "assert not case")
+    (project / "tests/gpu/test_kernel.py").write_text(
+        fails.replace("@pytest", fixture + "@pytest", 1)
+    )
+    path = project / "part.json"
+    run_suite(project, path=path, ends=pytest.ExitCode.INTERRUPTED)
+    report = json.loads(path.read_text())
+    assert [outcome for outcome, _ in report["tests"].values()] == ["failed"]
+    assert report["status"] == "failed"
+
+
 def test_a_rerun_that_skips_does_not_stand_for_a_failed_test(
     project: Path, failed_once: Path
 ) -> None:
@@ -327,9 +340,21 @@ def test_a_suite_that_was_stopped_is_completed_by_another_run(project: Path) -> 
     assert check(report_of(project), project)[0] == 0
     rest = project / "rest.json"
     run_suite(project, str(project / TWO), path=rest)
+    again = project / "again.json"
+    run_suite(project, "-kone", path=again)
+    with pytest.raises(ValueError, match="has no test that it lacks"):
+        add_run(again, "why", report_of(project))
     add_run(rest, "The rest.", report_of(project))
+    (further,) = json.loads(report_of(project).read_text())["further_runs"]
+    assert further["unverified_before"] == "one test was reached"
     code, message = check(report_of(project), project)
     assert (code, message.partition(".")[0]) == (0, "2 GPU tests passed on made up")
+
+
+def test_options_of_the_environment_do_not_hide_tests(project: Path, monkeypatch) -> None:
+    run_suite(project, "-kone", path=report_of(project))
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-q")
+    assert check(report_of(project), project)[0] == 1
 
 
 def test_a_suite_that_cannot_be_collected_is_an_error(project: Path) -> None:

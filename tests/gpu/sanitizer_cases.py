@@ -104,7 +104,7 @@ def main(level: str) -> None:
     from_logits(3, 8, 2, routing_method_type=1)
     fp4("mxfp8", Fp4Sizes(3))
     fp4("nvfp4", Fp4Sizes(3))
-    fp4("bf16", Fp4Sizes(130, experts=1, top_k=1))  # clusters share tokens
+    fp4("bf16", Fp4Sizes(200, experts=1, top_k=1))  # clusters share tokens, two tiles the rows
     finalized(1, 2, 4096, 8)
     finalized(2, 3, 264, 3)
     if level == "all":
@@ -119,6 +119,7 @@ def main(level: str) -> None:
         fp4("bf16", Fp4Sizes(37, block_bytes=64, local=(2, 3)))
         # A cluster with one weight tile too few, and one of other tiles.
         fp4("mxfp8", Fp4Sizes(90, hidden=384, inter=128, experts=1, top_k=1))
+        fp4("mxfp8", Fp4Sizes(390, experts=1, top_k=1))  # three of the largest tiles share rows
         with tiled_as(Tiling(96, 256, 256, gather=False)):
             fp4("nvfp4", Fp4Sizes(100, experts=1, top_k=1))
         finalized(1, 3, 264, 3)
