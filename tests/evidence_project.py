@@ -9,7 +9,9 @@ import pytest
 
 from tests.gpu_evidence import EvidencePlugin
 
-__all__ = ["PASSING", "make_project", "report_of", "run_suite"]
+__all__ = ["KERNEL_TEST", "PASSING", "make_project", "report_of", "run_suite", "write_suite"]
+
+KERNEL_TEST = "tests/gpu/test_kernel.py"
 
 PASSING = """
 import pytest
@@ -31,7 +33,7 @@ def make_project(tmp_path: Path) -> Path:
         "cuda_src/route.cu": "// route",
         "cupy_moe/plan.py": "TILE = 8\n",
         "cupy_moe/__pycache__/plan.cpython-312.pyc": "cache",
-        "tests/gpu/test_kernel.py": PASSING,
+        KERNEL_TEST: PASSING,
         "README.md": "not hashed",
         "pytest.ini": "[pytest]\nmarkers = gpu: needs a GPU\n",
     }.items():
@@ -39,6 +41,11 @@ def make_project(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return tmp_path
+
+
+def write_suite(project: Path, statement: str = "assert case") -> None:
+    """Let both tests of the GPU suite do this."""
+    (project / KERNEL_TEST).write_text(PASSING.replace("assert case", statement))
 
 
 def run_suite(

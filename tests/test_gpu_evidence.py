@@ -11,7 +11,7 @@ import pytest
 
 from cupy_moe.testing.compare import compare
 from tests import gpu_evidence
-from tests.evidence_project import PASSING, make_project, report_of, run_suite
+from tests.evidence_project import KERNEL_TEST, make_project, report_of, run_suite, write_suite
 from tests.gpu_evidence import Evidence, dump, tree_hash
 
 
@@ -82,12 +82,11 @@ def test_whole_suite_writes_the_report(project: Path, args: tuple[str, ...]) -> 
     assert outcomes == {"test_kernel[one]": "passed", "test_kernel[two]": "passed"}
 
 
-@pytest.mark.parametrize("args", [["-kone"], ["tests/gpu/test_kernel.py::test_kernel"], ["-x"]])
+@pytest.mark.parametrize("args", [["-kone"], [f"{KERNEL_TEST}::test_kernel"], ["-x"]])
 def test_part_of_the_suite_writes_nothing(project: Path, args: list[str], monkeypatch) -> None:
     monkeypatch.chdir(project)
     if args == ["-x"]:  # stops at the first of two failing tests
-        test = project / "tests/gpu/test_kernel.py"
-        test.write_text(PASSING.replace("assert case", "assert not case"))
+        write_suite(project, "assert not case")
     run_suite(project, *args)
     assert not report_of(project).exists()
 
@@ -106,8 +105,7 @@ def test_nothing_ran_nothing_is_written(project: Path, option: str) -> None:
 
 
 def test_suite_skipped_for_want_of_a_gpu_is_no_evidence(project: Path) -> None:
-    test = project / "tests/gpu/test_kernel.py"
-    test.write_text(PASSING.replace("assert case", "pytest.skip('no GPU')"))
+    write_suite(project, "pytest.skip('no GPU')")
     run_suite(project)
     assert not report_of(project).exists()
 

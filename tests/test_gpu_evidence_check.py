@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.evidence_project import PASSING, make_project, report_of, run_suite
+from tests.evidence_project import (
+    KERNEL_TEST,
+    PASSING,
+    make_project,
+    report_of,
+    run_suite,
+    write_suite,
+)
 from tests.gpu_evidence import add_run, check, mark_unverified, tree_hash
 
 
@@ -23,8 +30,7 @@ def test_check_accepts_the_sources_that_were_run(project: Path) -> None:
 
 
 def test_check_names_skipped_tests(project: Path) -> None:
-    test = project / "tests/gpu/test_kernel.py"
-    test.write_text(PASSING.replace("assert case", "case == 'one' or pytest.skip('one GPU')"))
+    write_suite(project, "case == 'one' or pytest.skip('one GPU')")
     run_suite(project)
     code, message = check(report_of(project), project)
     assert code == 0
@@ -63,14 +69,14 @@ def test_marking_is_a_warning_until_the_sources_change_again(project: Path) -> N
 @pytest.fixture
 def failed_once(project: Path) -> Path:
     """Report of a project in which one of the two tests failed."""
-    (project / "tests/gpu/test_kernel.py").write_text(PASSING.replace("assert case", FAULT))
+    write_suite(project, FAULT)
     run_suite(project)
-    (project / "tests/gpu/test_kernel.py").write_text(PASSING)
+    write_suite(project)
     return report_of(project)
 
 
 FAULT = 'assert case == "one"'
-TWO = "tests/gpu/test_kernel.py::test_kernel[two]"
+TWO = f"{KERNEL_TEST}::test_kernel[two]"
 
 
 def test_tests_that_failed_for_their_own_fault_run_again(project: Path, failed_once: Path) -> None:
@@ -89,7 +95,7 @@ def test_tests_that_failed_for_their_own_fault_run_again(project: Path, failed_o
 def test_a_rerun_that_fails_again_changes_nothing_for_the_check(
     project: Path, failed_once: Path
 ) -> None:
-    (project / "tests/gpu/test_kernel.py").write_text(PASSING.replace("assert case", FAULT))
+    write_suite(project, FAULT)
     rerun = project / "rerun.json"
     run_suite(project, str(project / TWO), path=rerun)
     add_run(rerun, "why", failed_once)
@@ -109,8 +115,7 @@ def test_runs_of_other_sources_are_refused(project: Path, failed_once: Path) -> 
 @pytest.mark.parametrize("fails", [False, True])
 def test_tests_that_had_passed_run_again(project: Path, fails: bool) -> None:
     run_suite(project)
-    fault = PASSING.replace("assert case", FAULT if fails else "assert case")
-    (project / "tests/gpu/test_kernel.py").write_text(fault)
+    write_suite(project, FAULT if fails else "assert case")
     rerun = project / "rerun.json"
     run_suite(project, path=rerun)
     add_run(rerun, "why", report_of(project))
@@ -120,8 +125,7 @@ def test_tests_that_had_passed_run_again(project: Path, fails: bool) -> None:
 
 
 def test_a_test_that_is_interrupted_has_not_passed(project: Path) -> None:
-    stops = PASSING.replace("assert case", 'if case == "two": raise KeyboardInterrupt')
-    (project / "tests/gpu/test_kernel.py").write_text(stops)
+    write_suite(project, 'if case == "two": raise KeyboardInterrupt')
     path = project / "part.json"
     run_suite(project, path=path, ends=pytest.ExitCode.INTERRUPTED)
     names = [name.rpartition("::")[2] for name in json.loads(path.read_text())["tests"]]
@@ -131,9 +135,7 @@ def test_a_test_that_is_interrupted_has_not_passed(project: Path) -> None:
 def test_a_test_that_failed_before_it_was_interrupted_has_failed(project: Path) -> None:
     fixture = "@pytest.fixture\ndef hangs():\n    yield\n    raise KeyboardInterrupt\n\n"
     fails = PASSING.replace("(case)", "(case, hangs)").replace("assert case", "assert not case")
-    (project / "tests/gpu/test_kernel.py").write_text(
-        fails.replace("@pytest", fixture + "@pytest", 1)
-    )
+    (project / KERNEL_TEST).write_text(fails.replace("@pytest", fixture + "@pytest", 1))
     path = project / "part.json"
     run_suite(project, path=path, ends=pytest.ExitCode.INTERRUPTED)
     report = json.loads(path.read_text())
@@ -144,8 +146,7 @@ def test_a_test_that_failed_before_it_was_interrupted_has_failed(project: Path) 
 def test_a_rerun_that_skips_does_not_stand_for_a_failed_test(
     project: Path, failed_once: Path
 ) -> None:
-    skips = PASSING.replace("assert case", 'case == "two" and pytest.skip("not today")')
-    (project / "tests/gpu/test_kernel.py").write_text(skips)
+    write_suite(project, 'case == "two" and pytest.skip("not today")')
     rerun = project / "rerun.json"
     run_suite(project, path=rerun)
     outcomes = json.loads(rerun.read_text())
@@ -198,18 +199,17 @@ def test_options_of_the_environment_do_not_hide_tests(project: Path, monkeypatch
 
 def test_a_suite_that_cannot_be_collected_is_an_error(project: Path) -> None:
     run_suite(project)
-    (project / "tests/gpu/test_kernel.py").write_text("import a_module_that_is_not_there")
+    (project / KERNEL_TEST).write_text("import a_module_that_is_not_there")
     with pytest.raises(RuntimeError, match="a_module_that_is_not_there"):
         check(report_of(project), project)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_was_skipped_for_want_of_gpus_runs_elsewhere(project: Path, fails: bool) -> None:
-    suite = project / "tests/gpu/test_kernel.py"
-    suite.write_text(PASSING.replace("assert case", 'case == "two" and pytest.skip("two GPUs")'))
+    write_suite(project, 'case == "two" and pytest.skip("two GPUs")')
     run_suite(project)
     assert "Skipped: " in check(report_of(project), project)[1]
-    suite.write_text(PASSING.replace("assert case", FAULT if fails else "assert case"))
+    write_suite(project, FAULT if fails else "assert case")
     run = project / "run.json"
     run_suite(project, str(project / TWO), path=run)
     add_run(run, "On two GPUs.", report_of(project))
@@ -222,8 +222,7 @@ def test_what_was_skipped_for_want_of_gpus_runs_elsewhere(project: Path, fails: 
 
 
 def test_failing_suite_writes_a_report_that_fails_the_check(project: Path) -> None:
-    test = project / "tests/gpu/test_kernel.py"
-    test.write_text(PASSING.replace("assert case", "assert case == 'one'"))
+    write_suite(project, FAULT)
     run_suite(project)
     code, message = check(report_of(project), project)
     assert code == 1
