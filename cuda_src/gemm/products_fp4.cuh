@@ -33,11 +33,11 @@ struct ProductWidths<96> {
 };
 template <>
 struct ProductWidths<160> {
-  static constexpr i32 kWidths[] = {96, 128, 144, 160};
+  static constexpr i32 kWidths[] = {120, 128, 136, 144, 160};
 };
 template <>
 struct ProductWidths<192> {
-  static constexpr i32 kWidths[] = {64, 96, 128, 160, 192};
+  static constexpr i32 kWidths[] = {128, 160, 168, 176, 192};
 };
 
 template <typename Config>

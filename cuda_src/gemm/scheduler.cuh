@@ -21,7 +21,7 @@ struct alignas(16) Tile {
 // that their rows stay in L2 while the weight tiles pass by.
 //
 // Half a large tile takes more than half of its time. So large tiles of an expert share its rows
-// evenly, in steps that are those of the widths of products; small ones are full up to the last.
+// evenly, in steps of the eight columns that products come in; small ones are full up to the last.
 //
 // A cluster takes so many neighbouring weight tiles of a token tile, one a block, and counts as one
 // block here. Past the end of the weights its last ones have nothing to compute.
@@ -29,9 +29,9 @@ template <typename Config>
 struct TileList {
   static constexpr u32 kBand = 16;
   static constexpr u32 kClusterRows = Config::kTileM * Config::kCluster;
-  static constexpr i32 kRowStep = Config::kTileN >= 192 ? 32 : 16;
+  static constexpr i32 kRowStep = 8;
   static constexpr bool kSharesRows = Config::kTileN >= 160;
-  static_assert(!kSharesRows || Config::kTileN % kRowStep == 0, "no share exceeds a tile");
+  static_assert(Config::kTileN % kRowStep == 0, "no share exceeds a tile");
 
   const Params& p;
   const Order<Config>& order;

@@ -80,9 +80,12 @@ struct WgmmaBf16;
 #define CUPY_MOE_R40 CUPY_MOE_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define CUPY_MOE_R48 CUPY_MOE_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define CUPY_MOE_R56 CUPY_MOE_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define CUPY_MOE_R60 CUPY_MOE_R56 ", %56, %57, %58, %59"
 #define CUPY_MOE_R64 CUPY_MOE_R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define CUPY_MOE_R68 CUPY_MOE_R64 ", %64, %65, %66, %67"
 #define CUPY_MOE_R72 CUPY_MOE_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define CUPY_MOE_R80 CUPY_MOE_R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define CUPY_MOE_R84 CUPY_MOE_R80 ", %80, %81, %82, %83"
 #define CUPY_MOE_R88 CUPY_MOE_R80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define CUPY_MOE_R96 CUPY_MOE_R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define CUPY_MOE_AT4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -97,9 +100,12 @@ struct WgmmaBf16;
 #define CUPY_MOE_D40 CUPY_MOE_D32, CUPY_MOE_AT8(32)
 #define CUPY_MOE_D48 CUPY_MOE_D40, CUPY_MOE_AT8(40)
 #define CUPY_MOE_D56 CUPY_MOE_D48, CUPY_MOE_AT8(48)
+#define CUPY_MOE_D60 CUPY_MOE_D56, CUPY_MOE_AT4(56)
 #define CUPY_MOE_D64 CUPY_MOE_D56, CUPY_MOE_AT8(56)
+#define CUPY_MOE_D68 CUPY_MOE_D64, CUPY_MOE_AT4(64)
 #define CUPY_MOE_D72 CUPY_MOE_D64, CUPY_MOE_AT8(64)
 #define CUPY_MOE_D80 CUPY_MOE_D72, CUPY_MOE_AT8(72)
+#define CUPY_MOE_D84 CUPY_MOE_D80, CUPY_MOE_AT4(80)
 #define CUPY_MOE_D88 CUPY_MOE_D80, CUPY_MOE_AT8(80)
 #define CUPY_MOE_D96 CUPY_MOE_D88, CUPY_MOE_AT8(88)
 // kN / 2 floats of D; I1 ... I4 are the numbers of the operands after the first behind them.
@@ -136,19 +142,24 @@ CUPY_MOE_WGMMA(64, 32, 33, 34, 35, 36);
 CUPY_MOE_WGMMA(72, 36, 37, 38, 39, 40);
 CUPY_MOE_WGMMA(80, 40, 41, 42, 43, 44);
 CUPY_MOE_WGMMA(96, 48, 49, 50, 51, 52);
-CUPY_MOE_WGMMA(112, 56, 57, 58, 59, 60);
+CUPY_MOE_WGMMA(120, 60, 61, 62, 63, 64);
 CUPY_MOE_WGMMA(128, 64, 65, 66, 67, 68);
+CUPY_MOE_WGMMA(136, 68, 69, 70, 71, 72);
 CUPY_MOE_WGMMA(144, 72, 73, 74, 75, 76);
 CUPY_MOE_WGMMA(160, 80, 81, 82, 83, 84);
+CUPY_MOE_WGMMA(168, 84, 85, 86, 87, 88);
 CUPY_MOE_WGMMA(176, 88, 89, 90, 91, 92);
 CUPY_MOE_WGMMA(192, 96, 97, 98, 99, 100);
 
 #undef CUPY_MOE_WGMMA
 #undef CUPY_MOE_D96
 #undef CUPY_MOE_D88
+#undef CUPY_MOE_D84
 #undef CUPY_MOE_D80
 #undef CUPY_MOE_D72
+#undef CUPY_MOE_D68
 #undef CUPY_MOE_D64
+#undef CUPY_MOE_D60
 #undef CUPY_MOE_D56
 #undef CUPY_MOE_D48
 #undef CUPY_MOE_D40
@@ -163,9 +174,12 @@ CUPY_MOE_WGMMA(192, 96, 97, 98, 99, 100);
 #undef CUPY_MOE_AT4
 #undef CUPY_MOE_R96
 #undef CUPY_MOE_R88
+#undef CUPY_MOE_R84
 #undef CUPY_MOE_R80
 #undef CUPY_MOE_R72
+#undef CUPY_MOE_R68
 #undef CUPY_MOE_R64
+#undef CUPY_MOE_R60
 #undef CUPY_MOE_R56
 #undef CUPY_MOE_R48
 #undef CUPY_MOE_R40

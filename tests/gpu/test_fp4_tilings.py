@@ -37,8 +37,9 @@ SIZES = [
     Fp4Sizes(600, hidden=512, inter=256, experts=3, block_bytes=128),
 ]
 LARGE = Fp4Sizes(2500, hidden=768, inter=256, experts=3, top_k=1)  # more tiles than blocks
-ROWS = (40, 72, 80, 120, 140, 150, 190)  # of experts, for products of all widths
-SHARED_ROWS = (161, 193, 256, 289, 321, 400, 500)  # of two, three and four large tiles
+# Rows of experts: products of all widths; two, three and four large tiles.
+ROWS = (40, 72, 80, 120, 125, 133, 140, 150, 165, 175, 190)
+SHARED_ROWS = (161, 193, 256, 289, 321, 400, 500)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -122,11 +123,10 @@ def rows_of_tiles(rows: int, tile_n: int) -> list[int]:
     num_tiles = -(-rows // tile_n)
     if tile_n < 160:
         return [min(rows - first, tile_n) for first in range(0, rows, tile_n)]
-    step = 32 if tile_n >= 192 else 16
-    least, more = divmod(-(-rows // step), num_tiles)
-    steps = [least + 1] * more + [least] * (num_tiles - more)
-    first = list(accumulate(steps, initial=0))
-    return [min(step * e, rows) - step * b for b, e in pairwise(first)]
+    least, more = divmod(-(-rows // 8), num_tiles)
+    eights = [least + 1] * more + [least] * (num_tiles - more)
+    first = list(accumulate(eights, initial=0))
+    return [min(8 * end, rows) - 8 * begin for begin, end in pairwise(first)]
 
 
 def reached(tile_n: int, widths: set[int]) -> set[int]:
