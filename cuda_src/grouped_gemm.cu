@@ -28,20 +28,25 @@ struct MainloopOf<MainloopKind::Wgmma> {
 };
 using Mainloop = MainloopOf<Config::kMainloopKind>::type;
 
-template <GemmStage kStage, MoeFormat kFormat>
+template <GemmStage kStage, MoeFormat kFormat, bool kClamps>
 struct TransformOf {
   using type = epilogue::ScaleToBf16;
 };
-template <MoeFormat kFormat>
-struct TransformOf<GemmStage::Fc1, kFormat> {
-  using type = epilogue::ActivateToBlocks<Config>;
+template <MoeFormat kFormat, bool kClamps>
+struct TransformOf<GemmStage::Fc1, kFormat, kClamps> {
+  using type = epilogue::ActivateToBlocks<Config, kClamps>;
 };
-template <>
-struct TransformOf<GemmStage::Fc1, MoeFormat::Fp8> {
+template <bool kClamps>
+struct TransformOf<GemmStage::Fc1, MoeFormat::Fp8, kClamps> {
   using type = epilogue::ActivateToE4m3<Config::kActivation>;
 };
-using Transform = TransformOf<Config::kGemmStage, Config::kMoeFormat>::type;
-using Store = epilogue::TileStore<Config, Mainloop, Transform>;
+// Clamping takes a third of the activation. Large tiles gain nothing without it, and others than
+// Swiglu spill with code of both kinds.
+constexpr bool kMayNotClamp = gemm::kIsFc1<Config> && Config::kMoeFormat != MoeFormat::Fp8 &&
+                              Config::kActivation == ActivationType::Swiglu && Config::kTileN <= 96;
+template <bool kClamps>
+using StoreOf = epilogue::TileStore<
+    Config, Mainloop, typename TransformOf<Config::kGemmStage, Config::kMoeFormat, kClamps>::type>;
 
 extern "C" __global__ void __launch_bounds__(Mainloop::kNumThreads, Config::kMinBlocks)
     grouped_gemm(const __grid_constant__ Params p) {
@@ -57,10 +62,13 @@ extern "C" __global__ void __launch_bounds__(Mainloop::kNumThreads, Config::kMin
           const epilogue::ExpertScales& scales) {
         // Of a cluster's blocks the last ones may have no weights; they meet as in an epilogue.
         if (Config::kCluster > 1 && tile.m_tile * Config::kTileM >= p.m) return group.sync();
-        const i32 m_group = tile.m_tile * kGroups + group.index;
+        const i32 feature = (tile.m_tile * kGroups + group.index) * StoreOf<true>::kFeatures;
         u8* output = p.output + static_cast<i64>(tile.first_row) * p.output_pitch;
-        Store::run(group, acc, scales, tile.num_rows, output, m_group * Store::kFeatures,
-                   p.output_pitch);
+        if (kMayNotClamp && !epilogue::clamps(scales)) {
+          return StoreOf<false>::run(group, acc, scales, tile.num_rows, output, feature,
+                                     p.output_pitch);
+        }
+        StoreOf<true>::run(group, acc, scales, tile.num_rows, output, feature, p.output_pitch);
       });
 }
 

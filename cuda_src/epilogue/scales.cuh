@@ -11,4 +11,9 @@ struct ExpertScales {
   float beta;    // added to the raw up half (Swiglu) or its bound (Situ); FC1 of FP4 only
 };
 
+// Without a limit there is nothing to clamp; values pass a limit that is NaN, too.
+__device__ __forceinline__ bool clamps(const ExpertScales& scales) {
+  return scales.limit < __int_as_float(0x7F800000);
+}
+
 }  // namespace cupy_moe::epilogue

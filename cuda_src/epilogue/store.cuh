@@ -137,21 +137,24 @@ struct TileStore {
     }
   }
 
-  // Eight features a lane. Whole warps go on together, as lanes share blocks.
+  // Four features a lane, so that small tiles keep all warps busy. Whole warps go on together, as
+  // lanes share blocks.
   __device__ static void requantize(const Group& group, u8* output, i32 feature, i64 pitch,
                                     i32 num_rows, const ExpertScales& scales) {
-    constexpr i32 kEightsPerRow = kFeatures / 8;
-    static_assert(Mainloop::kGroupColumns * kEightsPerRow % 32 == 0, "staged for whole warps");
+    constexpr i32 kFoursPerRow = kFeatures / 4;
+    static_assert(Mainloop::kGroupColumns * kFoursPerRow % 32 == 0, "staged for whole warps");
     const i32 lane = group.thread % 32;
-    for (i32 first = group.thread - lane; first < num_rows * kEightsPerRow;
+    for (i32 first = group.thread - lane; first < num_rows * kFoursPerRow;
          first += Mainloop::kGroupThreads) {
-      const i32 row = (first + lane) / kEightsPerRow;
-      const i32 eight = (first + lane) % kEightsPerRow;
-      u32 pairs[4];
-      Transform::requantize(group.staging() + row * kPitch + eight * 8 * Transform::kStagedBytes,
-                            scales, pairs);
-      if (row < num_rows)
-        formats::store_in_k_order(output + row * pitch, feature / 8 + eight, pairs);
+      const i32 row = (first + lane) / kFoursPerRow;
+      const i32 eight = (first + lane) % kFoursPerRow / 2;
+      const i32 half = lane % 2;
+      const u8* staged = group.staging() + row * kPitch + eight * 8 * Transform::kStagedBytes;
+      const uint2 pairs = Transform::requantize(staged, half, scales);
+      if (row < num_rows) {
+        formats::store_half_in_k_order(output + row * pitch, feature / 8 + eight, half, pairs.x,
+                                       pairs.y);
+      }
     }
   }
 

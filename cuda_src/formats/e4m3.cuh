@@ -34,6 +34,14 @@ __device__ __forceinline__ u32 decode_e4m3x2_by_bits(u16 codes) {
   return shifted | (is_nan * 0x7E00u);
 }
 
+// The value times 2^-120 in its FP32 places, then exactly; NaN is kept.
+__device__ __forceinline__ float decode_e4m3_by_bits(u8 code) {
+  const u32 magnitude = code & 0x7Fu;
+  if (magnitude == 0x7Fu) return __uint_as_float(0x7FC00000u);
+  const u32 bits = ((code & 0x80u) << 24) | (magnitude << 20);
+  return __uint_as_float(bits) * 0x1p120f;
+}
+
 }  // namespace detail
 
 __device__ __forceinline__ u16 encode_e4m3x2(float low, float high) {
@@ -45,12 +53,20 @@ __device__ __forceinline__ u16 encode_e4m3x2(float low, float high) {
 #endif
 }
 
-// One code as FP32, exactly.
+// Two codes as FP32, exactly; x is that of the low byte.
+__device__ __forceinline__ float2 decode_e4m3x2(u16 codes) {
+#if __CUDA_ARCH__ >= 890
+  const u32 halves = ptx::cvt_rn_f16x2_e4m3x2(codes);
+  return {ptx::cvt_f32_f16(static_cast<u16>(halves)),
+          ptx::cvt_f32_f16(static_cast<u16>(halves >> 16))};
+#else
+  return {detail::decode_e4m3_by_bits(static_cast<u8>(codes)),
+          detail::decode_e4m3_by_bits(static_cast<u8>(codes >> 8))};
+#endif
+}
+
 __device__ __forceinline__ float decode_e4m3(u8 code) {
-  const u32 magnitude = code & 0x7Fu;
-  if (magnitude == 0x7Fu) return __uint_as_float(0x7FC00000u);
-  const u32 bits = ((code & 0x80u) << 24) | (magnitude << 20);  // the value times 2^-120
-  return __uint_as_float(bits) * 0x1p120f;
+  return decode_e4m3x2(code).x;
 }
 
 // Four codes of a word as two words of FP16 pairs, in order, each times kF16FromE4m3Scale.

@@ -13,14 +13,19 @@ namespace cupy_moe::formats {
 
 constexpr i32 kWindow = 64;
 
-// Stores the BF16 pairs (i, i + 4), i = 0 ... 3, of elements 8 v ... 8 v + 7 of a row.
-__device__ __forceinline__ void store_in_k_order(u8* row, i32 v, const u32 (&pairs)[4]) {
+// Stores BF16 pairs (i, i + 4) of elements 8 v ... 8 v + 7 of a row: two from i = 2 half on.
+__device__ __forceinline__ void store_half_in_k_order(u8* row, i32 v, i32 half, u32 first,
+                                                      u32 second) {
   const i32 in_window = v % 8;
-  u8* first = row + v / 8 * (2 * kWindow) + in_window % 2 * 64 + in_window / 2 * 4;
-#pragma unroll
-  for (i32 i = 0; i < 4; ++i) {
-    *reinterpret_cast<u32*>(first + i / 2 * 32 + i % 2 * 16) = pairs[i];
-  }
+  u8* at = row + v / 8 * (2 * kWindow) + in_window % 2 * 64 + in_window / 2 * 4 + half * 32;
+  *reinterpret_cast<u32*>(at) = first;
+  *reinterpret_cast<u32*>(at + 16) = second;
+}
+
+// The four of them.
+__device__ __forceinline__ void store_in_k_order(u8* row, i32 v, const u32 (&pairs)[4]) {
+  store_half_in_k_order(row, v, 0, pairs[0], pairs[1]);
+  store_half_in_k_order(row, v, 1, pairs[2], pairs[3]);
 }
 
 }  // namespace cupy_moe::formats

@@ -18,6 +18,12 @@ __device__ __forceinline__ u32 cvt_rn_bf16x2_f32(float high, float low) {
   return bits;
 }
 
+__device__ __forceinline__ float cvt_f32_f16(u16 x) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x));
+  return value;
+}
+
 #if __CUDA_ARCH__ >= 890
 // Low byte of the result holds `low`; NaN becomes 0x7F, overflow saturates to 448.
 __device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
