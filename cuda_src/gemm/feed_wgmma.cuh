@@ -49,7 +49,7 @@ struct FeedWgmma {
   static constexpr i32 kTokenBoxes = Config::kTileN / kTokenBox;
   static constexpr i32 kBoxWindows = kTokenBoxes > 1 ? 1 : kWindows;
   static_assert(!Config::kGatherTokens || kCluster == 1, "tensor copies reach other blocks");
-  static constexpr i32 kScaledRows = kIsFc1<Config> ? Config::kTileN : 1;
+  static constexpr i32 kStagingBuffers = Config::kStagingBuffers;  // of a group
 
   using Ring = RingCursor<kNumStages>;
   using Queue = TileQueue<kConsumerWarps + kTokenWarps, kCluster>;
@@ -57,11 +57,11 @@ struct FeedWgmma {
   struct Smem : Order<Config> {
     alignas(1024) u8 tokens[kNumStages][kWindows * kTokenWindowBytes];
     u8 weights[kNumStages][Stage::kWeightBytes];  // aligned as much, in the 128-byte swizzle
-    alignas(16) u8 staging[kConsumers][2][Config::kStagingBytes];
+    alignas(16) u8 staging[kConsumers][kStagingBuffers][Config::kStagingBytes];
     Queue queue;
     u64 full[kNumStages];
     u64 empty[kNumStages];
-    float token_scale[kConsumers][kScaledRows];
+    float token_scale[kConsumers][kScaledRows<Config>];
     epilogue::ExpertScales expert_scales[kConsumers];  // FC1 only
   };
 

@@ -47,7 +47,7 @@ struct MainloopMma {
 
     alignas(128) u8 ring[Config::kNumStages * kStageBytes];
     i64 token_offset[Config::kTileN];  // first byte of the row's source, -1 for padding
-    float token_scale[Config::kTileN];
+    float token_scale[kScaledRows<Config>];
 
     __device__ u8* stage(i32 index) { return ring + index * kStageBytes; }
   };
@@ -60,7 +60,10 @@ struct MainloopMma {
 
     __device__ u8* staging() const { return smem.ring; }
 
-    __device__ __forceinline__ float row_scale(i32 row) const { return smem.token_scale[row]; }
+    __device__ __forceinline__ float row_scale(i32 row) const {
+      if constexpr (kScalesRows<Config>) return smem.token_scale[row];
+      return 1.0f;
+    }
 
     // The ring is idle after the last product.
     __device__ __forceinline__ void acquire_staging() {}
@@ -105,7 +108,9 @@ struct MainloopMma {
     const i32 permuted = tile.first_row + row;
     smem.token_offset[row] =
         static_cast<i64>(source_row<Config>(p, smem, permuted)) * p.token_pitch;
-    smem.token_scale[row] = load_token_scale<Config>(p, smem, permuted);
+    if constexpr (kScalesRows<Config>) {
+      smem.token_scale[row] = load_token_scale<Config>(p, smem, permuted);
+    }
   }
 
   // Calls epilogue(tile, group, accumulators, scales) for every tile of this block.

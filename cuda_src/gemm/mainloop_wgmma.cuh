@@ -60,15 +60,15 @@ struct MainloopWgmma {
       min(232, (kLaunchRegisters * kNumThreads - kProducerRegisters * 128) / (128 * kConsumers)) /
       8 * 8;
 
-  // The threads that share rows of an epilogue, and their shared memory. While one half of it is
-  // being written out, the other one is filled.
+  // The threads that share rows of an epilogue, and their shared memory. Of large tiles one buffer
+  // is filled while the other one is being written out.
   struct Group {
     i32 index;
     i32 thread;
     Smem& smem;
-    i32 half = 0;
+    i32 buffer = 0;
 
-    __device__ u8* staging() const { return smem.staging[index][half]; }
+    __device__ u8* staging() const { return smem.staging[index][buffer]; }
 
     __device__ __forceinline__ void sync() const {
       ptx::named_barrier_sync(1 + index, kGroupThreads);
@@ -78,23 +78,42 @@ struct MainloopWgmma {
     __device__ __forceinline__ i32 fragment_column(i32 n) const { return 8 * n; }
 
     __device__ __forceinline__ float row_scale(i32 row) const {
-      if constexpr (kIsFc1<Config>) return smem.token_scale[index][row];
+      if constexpr (kScalesRows<Config>) return smem.token_scale[index][row];
       return 1.0f;
     }
 
-    // All threads have left this half: they have met after they filled the other one.
-    __device__ __forceinline__ void acquire_staging() { half ^= 1; }
+    // All threads have left this buffer: they have met after they filled the other one. Of one
+    // buffer they have in FC1, when they met for its scales.
+    __device__ __forceinline__ void acquire_staging() {
+      if constexpr (Feed::kStagingBuffers == 2) {
+        buffer ^= 1;
+      } else if constexpr (!kIsFc1<Config>) {
+        sync();
+      }
+    }
   };
 
   // What the epilogue of FC1 needs arrives while products run, which need the registers.
-  __device__ __forceinline__ static void stage_scales(Smem& smem, const Params& p,
+  __device__ __forceinline__ static void begin_scales(Smem& smem, const Params& p,
                                                       const Group& group, const Tile& tile) {
-    for (i32 row = group.thread; row < tile.num_rows; row += kGroupThreads) {
-      smem.token_scale[group.index][row] = load_token_scale<Config>(p, smem, tile.first_row + row);
+    if constexpr (kScalesRows<Config>) {
+      for (i32 row = group.thread; row < tile.num_rows; row += kGroupThreads) {
+        const float scale = load_token_scale<Config>(p, smem, tile.first_row + row);
+        smem.token_scale[group.index][row] = scale;
+      }
     }
     if (group.thread == kGroupThreads - 1) {
-      smem.expert_scales[group.index] = load_scales<Config>(p, tile.expert);
+      gemm::begin_scales<Config>(p, tile.expert, smem.expert_scales[group.index]);
     }
+  }
+
+  __device__ __forceinline__ static epilogue::ExpertScales end_scales(Smem& smem, const Params& p,
+                                                                      const Group& group) {
+    if (group.thread == kGroupThreads - 1) {
+      gemm::end_scales<Config>(p, smem.expert_scales[group.index]);
+    }
+    group.sync();
+    return smem.expert_scales[group.index];
   }
 
   template <typename Epilogue>
@@ -106,16 +125,13 @@ struct MainloopWgmma {
     while (smem.queue.pop(queued, tile)) {
       epilogue::ExpertScales scales;
       if constexpr (kIsFc1<Config>) {
-        stage_scales(smem, p, group, tile);
+        begin_scales(smem, p, group, tile);
       } else {
         scales = load_scales<Config>(p, tile.expert);
       }
       Accumulators acc;  // of columns in use
       Products::multiply(smem, ring, tile, index, Feed::num_windows(p), acc);
-      if constexpr (kIsFc1<Config>) {
-        group.sync();
-        scales = smem.expert_scales[index];
-      }
+      if constexpr (kIsFc1<Config>) scales = end_scales(smem, p, group);
       epilogue(tile, group, acc, scales);
     }
   }

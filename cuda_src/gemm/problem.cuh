@@ -4,6 +4,7 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "epilogue/scales.cuh"
+#include "ptx/cp_async.cuh"
 
 namespace cupy_moe::gemm {
 
@@ -52,35 +53,70 @@ struct Params {
 template <typename Config>
 constexpr bool kIsFc1 = Config::kGemmStage == GemmStage::Fc1;
 
-__device__ __forceinline__ float load_or(const float* values, i32 expert, float otherwise) {
-  return values != nullptr ? values[expert] : otherwise;
+// Whether a routing weight may scale a row on the input side.
+template <typename Config>
+constexpr bool kScalesRows = kIsFc1<Config> && Config::kMoeFormat == MoeFormat::Fp8;
+// Floats that a tile keeps for it.
+template <typename Config>
+constexpr i32 kScaledRows = kScalesRows<Config> ? Config::kTileN : 1;
+
+template <typename Config>
+constexpr bool kIsStep = Config::kActivation == ActivationType::SwigluStep;
+
+// Calls load(scale, values, otherwise) for every scale of an expert that the GEMM uses: its vector,
+// or null, and what stands for it then.
+template <typename Config, typename Load>
+__device__ __forceinline__ void for_each_scale(const Params& p, epilogue::ExpertScales& scales,
+                                               Load load) {
+  load(scales.output, p.output_scales, 1.0f);
+  if constexpr (kIsFc1<Config>) {
+    constexpr bool kIsFp4 = Config::kMoeFormat != MoeFormat::Fp8;
+    load(scales.gate, p.gate_scales, 1.0f);
+    if constexpr (kIsFp4 || kIsStep<Config>) {
+      load(scales.limit, p.clamp_limits, __int_as_float(0x7F800000));
+    }
+    if constexpr (kIsFp4 && !kIsStep<Config>) {
+      load(scales.alpha, p.alphas, p.default_alpha);
+      load(scales.beta, p.betas, p.default_beta);
+    }
+  }
 }
 
-// FP8 layers always have these.
+// Of SwigluStep the limit that nobody gave depends on the gate's scale.
 template <typename Config>
-__device__ __forceinline__ float load_output_scale(const float* values, i32 expert) {
-  if constexpr (Config::kMoeFormat == MoeFormat::Fp8) {
-    return values[expert];
-  } else {
-    return load_or(values, expert, 1.0f);
+__device__ __forceinline__ void set_default_limit(const Params& p, epilogue::ExpertScales& scales) {
+  if constexpr (kIsFc1<Config> && kIsStep<Config>) {
+    if (p.clamp_limits == nullptr) scales.limit = 7.0f / scales.gate;
   }
 }
 
 template <typename Config>
 __device__ __forceinline__ epilogue::ExpertScales load_scales(const Params& p, i32 expert) {
   epilogue::ExpertScales scales{};
-  scales.output = load_output_scale<Config>(p.output_scales, expert);
-  if constexpr (kIsFc1<Config>) {
-    scales.gate = load_output_scale<Config>(p.gate_scales, expert);
-    if constexpr (Config::kActivation == ActivationType::SwigluStep) {
-      scales.limit = load_or(p.clamp_limits, expert, 7.0f / scales.gate);
-    } else if constexpr (Config::kMoeFormat != MoeFormat::Fp8) {
-      scales.limit = load_or(p.clamp_limits, expert, __int_as_float(0x7F800000));
-      scales.alpha = load_or(p.alphas, expert, p.default_alpha);
-      scales.beta = load_or(p.betas, expert, p.default_beta);
-    }
-  }
+  for_each_scale<Config>(p, scales, [&](float& scale, const float* values, float otherwise) {
+    scale = values != nullptr ? values[expert] : otherwise;
+  });
+  set_default_limit<Config>(p, scales);
   return scales;
+}
+
+// The same in shared memory, by one thread: begun before products that hide how long it takes.
+template <typename Config>
+__device__ __forceinline__ void begin_scales(const Params& p, i32 expert,
+                                             epilogue::ExpertScales& scales) {
+  for_each_scale<Config>(p, scales, [&](float& scale, const float* values, float otherwise) {
+    if (values != nullptr) {
+      ptx::cp_async_ca_4(&scale, values + expert);
+    } else {
+      scale = otherwise;
+    }
+  });
+}
+
+template <typename Config>
+__device__ __forceinline__ void end_scales(const Params& p, epilogue::ExpertScales& scales) {
+  ptx::cp_async_wait_all();
+  set_default_limit<Config>(p, scales);
 }
 
 }  // namespace cupy_moe::gemm

@@ -1,4 +1,4 @@
-// Asynchronous copies from global to shared memory, 16 bytes a thread.
+// Asynchronous copies from global to shared memory.
 #pragma once
 
 #include "common/types.cuh"
@@ -23,6 +23,11 @@ __device__ __forceinline__ void cp_async_cg_16_or_zero(void* smem, const void* g
                : "memory");
 }
 
+__device__ __forceinline__ void cp_async_ca_4(void* smem, const void* gmem) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cvta_to_shared(smem)), "l"(gmem)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -31,6 +36,11 @@ __device__ __forceinline__ void cp_async_commit_group() {
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits for all copies of this thread, in groups or not.
+__device__ __forceinline__ void cp_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 }  // namespace cupy_moe::ptx

@@ -121,7 +121,8 @@ class GemmConfig:
     gather_tokens: bool  # by permuted_to_expanded; else rows are in place
     sort_slots: bool  # itself; else a kernel before has made the maps
     token_box: int  # rows of one copy of tokens that are in place
-    staging_bytes: int  # of one group of threads that shares output rows
+    staging_bytes: int  # of a buffer of one group of threads that shares output rows
+    staging_buffers: int  # of a group
     smem_bytes: int
 
     @classmethod
@@ -142,14 +143,16 @@ class GemmConfig:
         moe_format, activation = _distinct(stage, moe_format, activation)
         is_wgmma, has_blocks = kind is MainloopKind.Wgmma, moe_format.has_block_scales
         staged_tokens = min(tile_n, 32) if is_wgmma else tile_n
+        staging_buffers = 2 if tile_n > staged_tokens else 1
         rows = tile_m // shape.groups
         staging_bytes = staged_tokens * staged_row_bytes(stage, moe_format, activation, rows)
-        scaled_rows = shape.groups * (tile_n if stage is GemmStage.Fc1 or not is_wgmma else 1)
+        scales_rows = stage is GemmStage.Fc1 and not has_blocks
+        scaled_rows = shape.groups * (tile_n if scales_rows else 1)
         num_stages, smem_bytes = shared_memory(
             kind,
             moe_format,
             shape,
-            2 * shape.groups * staging_bytes,
+            staging_buffers * shape.groups * staging_bytes,
             scaled_rows,
             sort_slots=sort_slots,
         )
@@ -175,6 +178,7 @@ class GemmConfig:
             sort_slots=sort_slots,
             token_box=tile_n if tile_n <= 48 else 32,
             staging_bytes=staging_bytes,
+            staging_buffers=staging_buffers,
             smem_bytes=smem_bytes,
         )
 
