@@ -99,7 +99,7 @@ def _element_bytes(problem: MoeProblem) -> int:
     return 2 if problem.moe_format.has_block_scales else 1
 
 
-def bind_fc1(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> BoundLaunch:
+def bind_fc1(layer: StageInputs, index: int, stream: int) -> BoundLaunch:
     """Bind FC1 with the activation, or what partition ``index`` computes of it."""
     problem, plan, device, at = layer.problem, layer.plan, layer.device, layer.at
     part, weights = plan.fc1_parts[index], at.gemm1_weights[index]
@@ -111,7 +111,7 @@ def bind_fc1(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> Bound
         plan.fc1,
         part.grid,
         stream=stream,
-        pdl=pdl,
+        pdl=layer.pdl,
         **_shared_params(layer, plan.fc1, index),
         token_map=_token_map(
             device, plan.fc1, layer.tokens, plan.capacity, element * part.k, pitch
@@ -135,7 +135,7 @@ def bind_fc1(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> Bound
     )
 
 
-def bind_fc2(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> BoundLaunch:
+def bind_fc2(layer: StageInputs, index: int, stream: int) -> BoundLaunch:
     """Bind FC2, or what partition ``index`` computes of it."""
     problem, plan, device, at = layer.problem, layer.plan, layer.device, layer.at
     part, weights = plan.fc2_parts[index], at.gemm2_weights[index]
@@ -148,7 +148,7 @@ def bind_fc2(layer: StageInputs, index: int, stream: int, *, pdl: bool) -> Bound
         plan.fc2,
         part.grid,
         stream=stream,
-        pdl=pdl,
+        pdl=layer.pdl,
         **_shared_params(layer, plan.fc2, index),
         token_map=_token_map(device, plan.fc2, tokens, plan.capacity, element * part.k, pitch),
         weight_map=_weight_map(device, plan.fc2, weights, experts, part, block),

@@ -161,7 +161,8 @@ def _inputs(binding: Binding, stream: int) -> StageInputs:
 def bind_stages(binding: Binding, stream: int, partition_streams: tuple[int, ...] = ()) -> Stages:
     """Bind the stages of a layer to streams.
 
-    What follows an event of another stream is launched after all of its predecessor.
+    Kernels may start before their predecessors end, also those of another stream: behind its event
+    a captured graph then lets them; where none is captured they start behind all of it.
 
     Parameters
     ----------
@@ -179,11 +180,10 @@ def bind_stages(binding: Binding, stream: int, partition_streams: tuple[int, ...
         If a kernel would have to be loaded during a stream capture.
     """
     layer = _inputs(binding, stream)
-    pdl = layer.pdl and not partition_streams
     streams = list(enumerate(partition_streams or (stream,)))
     return Stages(
         before=tuple(before_gemms(layer, stream)),
-        fc1=tuple(bind_fc1(layer, part, at, pdl=pdl) for part, at in streams),
-        fc2=tuple(bind_fc2(layer, part, at, pdl=pdl) for part, at in streams),
-        after=tuple(after_gemms(layer, stream, pdl=pdl)),
+        fc1=tuple(bind_fc1(layer, part, at) for part, at in streams),
+        fc2=tuple(bind_fc2(layer, part, at) for part, at in streams),
+        after=tuple(after_gemms(layer, stream)),
     )

@@ -33,7 +33,7 @@ class StageInputs:
     functions: Functions
     at: Addresses
     device: int
-    pdl: bool  # where a stage follows another one on its stream
+    pdl: bool  # stages may start before their predecessors end
     routed_scaling_factor: float
     scratch: dict[str, int]
 

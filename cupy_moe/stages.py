@@ -70,7 +70,7 @@ def before_gemms(layer: StageInputs, stream: int) -> Iterator[BoundLaunch]:
         )
 
 
-def after_gemms(layer: StageInputs, stream: int, *, pdl: bool) -> Iterator[BoundLaunch]:
+def after_gemms(layer: StageInputs, stream: int) -> Iterator[BoundLaunch]:
     """Add what the partitions have, and then the slots of a token."""
     problem, plan, functions = layer.problem, layer.plan, layer.functions
     partial_sums = [layer.scratch.get(name, 0) for name in PARTIAL_SUMS]
@@ -84,7 +84,7 @@ def after_gemms(layer: StageInputs, stream: int, *, pdl: bool) -> Iterator[Bound
             output=layer.gemm2_output,
             hidden_size=problem.hidden_size,
             stream=stream,
-            pdl=pdl,
+            pdl=layer.pdl,
         )
     if functions.finalize is not None and plan.finalize is not None:
         yield bind_finalize(
@@ -100,5 +100,5 @@ def after_gemms(layer: StageInputs, stream: int, *, pdl: bool) -> Iterator[Bound
             top_k=problem.top_k,
             weights_are_f32=layer.weights_are_f32,
             stream=stream,
-            pdl=pdl,
+            pdl=layer.pdl,
         )
