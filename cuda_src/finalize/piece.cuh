@@ -71,8 +71,7 @@ struct Piece {
     }
   }
 
-  __device__ void send(i32 token, i32 copy) const {
-    const i32 index = load_index(token);
+  __device__ void send(i32 token, i32 index, i32 copy) const {
     if (kByExpert) {
 #pragma unroll 1
       for (i32 peer = 0; peer < kNumPeers; ++peer) {
