@@ -40,10 +40,11 @@ template <bool kClamps>
 struct TransformOf<GemmStage::Fc1, MoeFormat::Fp8, kClamps> {
   using type = epilogue::ActivateToE4m3<Config::kActivation>;
 };
-// Clamping takes a third of the activation. Large tiles gain nothing without it, and others than
-// Swiglu spill with code of both kinds.
+// Clamping takes a third of the activation. Large tiles gain nothing without it; other activations
+// and the portable loop spill with code of both kinds.
 constexpr bool kMayNotClamp = gemm::kIsFc1<Config> && Config::kMoeFormat != MoeFormat::Fp8 &&
-                              Config::kActivation == ActivationType::Swiglu && Config::kTileN <= 96;
+                              Config::kActivation == ActivationType::Swiglu &&
+                              Config::kTileN <= 96 && Config::kMainloopKind == MainloopKind::Wgmma;
 template <bool kClamps>
 using StoreOf = epilogue::TileStore<
     Config, Mainloop, typename TransformOf<Config::kGemmStage, Config::kMoeFormat, kClamps>::type>;
