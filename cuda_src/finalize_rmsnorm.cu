@@ -33,28 +33,21 @@ struct Exchange : Results {
   __device__ Exchange(const Params& params, uint4* rows, RowSums::Storage& sums)
       : Results(params), stash(rows), row_sums(sums) {}
 
-  // What is read of a token before its rows.
-  struct Begun {
-    i32 index = -1;      // of the lane's slot
-    i32 generation = 0;  // of its buffers
-  };
-
-  // Sends what this rank has of a token, and counts this launch. The rows are on their way before
-  // anything waits for the generation.
-  __device__ Begun begin(i32 token) const {
-    Begun begun;
-    begun.index = load_index(token);
-    const bool counts = kNumPeers > 0 && p.phases == kAllPhases;
+  // Sends what this rank has of a token and counts this launch; returns the generation of its
+  // buffers. The rows are on their way before anything waits for the generation.
+  __device__ i32 begin(i32 token) const {
+    if (kNumPeers == 0) return 0;
+    const bool sends = (p.phases & kSend) && !sends_in_reduce();
+    const bool counts = p.phases == kAllPhases;
     i32* const counters = generations_of(p, token, piece, group);
-    if (counts) begun.generation = ptx::ld_relaxed_gpu(counters);
-    if (kNumPeers > 0 && (p.phases & kSend) && !sends_in_reduce()) {
-      send(token, begun.index, copies_of(begun.generation).used);
-    }
+    const i32 index = sends ? load_index(token) : -1;
+    const i32 generation = counts ? ptx::ld_relaxed_gpu(counters) : 0;
+    if (sends) send(token, index, copies_of(generation).used);
     __syncwarp();
     if (counts && lane < kCountersPerWarp) {
-      counters[lane] = (begun.generation + 1) % lamport::kGenerations;
+      counters[lane] = (generation + 1) % lamport::kGenerations;
     }
-    return begun;
+    return generation;
   }
 
   // A rank that reduces what it sends loads it once.
@@ -62,15 +55,15 @@ struct Exchange : Results {
     return kScheme == FinalizeScheme::EveryRank && p.phases == kAllPhases;
   }
 
-  __device__ void reduce_if_owner(i32 token, const Begun& begun) {
+  __device__ void reduce_if_owner(i32 token, i32 generation) {
     const bool is_owner = !kByToken || owner_of(token) == p.rank;
-    if ((p.phases & kReduce) && is_owner) reduce(token, begun.index, copies(begun.generation));
+    if ((p.phases & kReduce) && is_owner) reduce(token, copies(generation));
   }
 
-  __device__ void receive_if_expected(i32 token, const Begun& begun) {
+  __device__ void receive_if_expected(i32 token, i32 generation) {
     const bool is_expected = kByExpert || (kByToken && owner_of(token) != p.rank);
     if ((p.phases & kReceive) && is_expected && in_row && group < kReceivers) {
-      receive(token, copies(begun.generation));
+      receive(token, copies(generation));
     }
   }
 
@@ -82,9 +75,10 @@ struct Exchange : Results {
 
   // --- reduction -------------------------------------------------------------------------------
 
-  __device__ void reduce(i32 token, i32 index, Copies copies) {
+  __device__ void reduce(i32 token, Copies copies) {
     const SlotRange slots = reduced_slots(p, p.rank);
     const Part part(slots.count, group);
+    const i32 index = load_index(token);
     const float weight = load_weight(token, slots);
     TailWords norm_weight{};
     if (in_tail) norm_weight = *reinterpret_cast<const TailWords*>(p.norm_weight + tail_column);
@@ -227,16 +221,16 @@ __device__ void run(const Params& p, uint4* stash, RowSums::Storage& sums) {
   const i32 step = ptx::nclusterid();
   const i32 first = ptx::clusterid();
   if (first >= p.num_tokens) return;
-  Exchange::Begun ahead = exchange.begin(first);
-  Exchange::Begun begun[kBehind + 1];  // the token that is reduced and those behind it
+  i32 ahead = exchange.begin(first);
+  i32 generations[kBehind + 1] = {};  // of the token that is reduced and of those behind it
   for (i32 token = first; token - kBehind * step < p.num_tokens; token += step) {
 #pragma unroll
-    for (i32 i = kBehind; i > 0; --i) begun[i] = begun[i - 1];
-    begun[0] = ahead;
+    for (i32 i = kBehind; i > 0; --i) generations[i] = generations[i - 1];
+    generations[0] = ahead;
     if (token + step < p.num_tokens) ahead = exchange.begin(token + step);
-    if (token < p.num_tokens) exchange.reduce_if_owner(token, begun[0]);
+    if (token < p.num_tokens) exchange.reduce_if_owner(token, generations[0]);
     const i32 behind = token - kBehind * step;
-    if (behind >= first) exchange.receive_if_expected(behind, begun[kBehind]);
+    if (behind >= first) exchange.receive_if_expected(behind, generations[kBehind]);
   }
 }
 

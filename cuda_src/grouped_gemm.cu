@@ -41,7 +41,8 @@ struct TransformOf<GemmStage::Fc1, MoeFormat::Fp8, kClamps> {
   using type = epilogue::ActivateToE4m3<Config::kActivation>;
 };
 // Clamping takes a third of the activation. Large tiles gain nothing without it; other activations
-// and the portable loop spill with code of both kinds.
+// and the portable loop spill with code of both kinds. NOTE: accumulators are scaled by powers of
+// two, so that sums that the compiler fuses in one of them have the same bits.
 constexpr bool kMayNotClamp = gemm::kIsFc1<Config> && Config::kMoeFormat != MoeFormat::Fp8 &&
                               Config::kActivation == ActivationType::Swiglu &&
                               Config::kTileN <= 96 && Config::kMainloopKind == MainloopKind::Wgmma;
@@ -65,9 +66,11 @@ extern "C" __global__ void __launch_bounds__(Mainloop::kNumThreads, Config::kMin
         if (Config::kCluster > 1 && tile.m_tile * Config::kTileM >= p.m) return group.sync();
         const i32 feature = (tile.m_tile * kGroups + group.index) * StoreOf<true>::kFeatures;
         u8* output = p.output + static_cast<i64>(tile.first_row) * p.output_pitch;
-        if (kMayNotClamp && !epilogue::clamps(scales)) {
-          return StoreOf<false>::run(group, acc, scales, tile.num_rows, output, feature,
-                                     p.output_pitch);
+        if constexpr (kMayNotClamp) {
+          if (!epilogue::clamps(scales)) {
+            return StoreOf<false>::run(group, acc, scales, tile.num_rows, output, feature,
+                                       p.output_pitch);
+          }
         }
         StoreOf<true>::run(group, acc, scales, tile.num_rows, output, feature, p.output_pitch);
       });

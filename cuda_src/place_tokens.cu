@@ -55,10 +55,11 @@ struct Widen<MoeFormat::Mxfp8> {
     const uint2 codes = *reinterpret_cast<const uint2*>(row + element);
     const float scale = formats::decode_ue8m0(scales[element / 32]);
 #pragma unroll
-    for (i32 i = 0; i < 4; ++i) {
-      pairs[i] =
-          formats::encode_bf16x2(formats::decode_e4m3(static_cast<u8>(codes.x >> (8 * i))) * scale,
-                                 formats::decode_e4m3(static_cast<u8>(codes.y >> (8 * i))) * scale);
+    for (i32 i = 0; i < 4; i += 2) {
+      const float2 first = formats::decode_e4m3x2(static_cast<u16>(codes.x >> (8 * i)));
+      const float2 second = formats::decode_e4m3x2(static_cast<u16>(codes.y >> (8 * i)));
+      pairs[i] = formats::encode_bf16x2(first.x * scale, second.x * scale);
+      pairs[i + 1] = formats::encode_bf16x2(first.y * scale, second.y * scale);
     }
   }
 };

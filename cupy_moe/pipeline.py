@@ -161,8 +161,8 @@ def _inputs(binding: Binding, stream: int) -> StageInputs:
 def bind_stages(binding: Binding, stream: int, partition_streams: tuple[int, ...] = ()) -> Stages:
     """Bind the stages of a layer to streams.
 
-    Kernels may start before their predecessors end, also those of another stream: behind its event
-    a captured graph then lets them; where none is captured they start behind all of it.
+    Kernels may start before their predecessors end. What follows an event of another stream does
+    so in captured graphs, and there where it has no second predecessor.
 
     Parameters
     ----------

@@ -19,7 +19,8 @@ __device__ __forceinline__ float clamp_above(float x, float limit) {
   return x > limit ? limit : x;
 }
 
-// Up is clamped on both sides, the gate only from above (SwigluStep: after its SiLU); NaN passes.
+// Where it clamps, up is clamped on both sides, the gate only from above; NaN passes. SwigluStep
+// always does, the gate after its SiLU.
 template <ActivationType kActivation, bool kClamps>
 __device__ __forceinline__ float activate(float u, float v, const ExpertScales& s) {
   if constexpr (kActivation == ActivationType::SwigluStep) {

@@ -8,7 +8,7 @@
 //
 // where b counts blocks of 32 rows. So the two accumulators a thread holds for one column are
 // exactly what an activation needs. Values pass through shared memory to leave in 16-byte vectors
-// of a row.
+// of a row, or in words in the order of formats/k_order.cuh.
 #pragma once
 
 #include "common/types.cuh"
@@ -143,6 +143,7 @@ struct TileStore {
                                     i32 num_rows, const ExpertScales& scales) {
     constexpr i32 kFoursPerRow = kFeatures / 4;
     static_assert(Mainloop::kGroupColumns * kFoursPerRow % 32 == 0, "staged for whole warps");
+    static_assert(kFoursPerRow % 8 == 0, "a block lies in one row and one warp");
     const i32 lane = group.thread % 32;
     for (i32 first = group.thread - lane; first < num_rows * kFoursPerRow;
          first += Mainloop::kGroupThreads) {

@@ -15,12 +15,12 @@ namespace cupy_moe::finalize {
 
 // Vectors in flight hide the latency of a load, and cost four registers each.
 constexpr i32 kSentInFlight = min(kNumRanks > 4 ? 4 : 8, 8 / kGroups);
-// Of a slot that is reduced there is one from every rank. NOTE: for sm_100 and later ptxas would
-// spill with eight slots of two ranks.
-#if __CUDA_ARCH__ >= 1000
-constexpr i32 kSlotsOfTwo = 4;
-#else
+// Of a slot that is reduced there is one from every rank. NOTE: but for sm_90 ptxas would spill
+// with eight slots of two ranks.
+#if __CUDA_ARCH__ == 900
 constexpr i32 kSlotsOfTwo = 8;
+#else
+constexpr i32 kSlotsOfTwo = 4;
 #endif
 constexpr i32 kSlotsOfWarp = max(1, 8 / kGroups / (kByExpert ? kNumRanks : 1));  // of eight
 constexpr i32 kSlotsInFlight = min(kNumRanks > 2 ? 8 / kNumRanks : kSlotsOfTwo, kSlotsOfWarp);

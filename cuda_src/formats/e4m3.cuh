@@ -34,7 +34,8 @@ __device__ __forceinline__ u32 decode_e4m3x2_by_bits(u16 codes) {
   return shifted | (is_nan * 0x7E00u);
 }
 
-// The value times 2^-120 in its FP32 places, then exactly; NaN is kept.
+// Exponent and mantissa move to their FP32 places, which is the value times 2^-120; the product is
+// exact, and NaN stays NaN.
 __device__ __forceinline__ float decode_e4m3_by_bits(u8 code) {
   const u32 magnitude = code & 0x7Fu;
   if (magnitude == 0x7Fu) return __uint_as_float(0x7FC00000u);

@@ -13,7 +13,8 @@ namespace cupy_moe::formats {
 
 constexpr i32 kWindow = 64;
 
-// Stores BF16 pairs (i, i + 4) of elements 8 v ... 8 v + 7 of a row: two from i = 2 half on.
+// Stores the BF16 pairs (i, i + 4) with i = 2 half and 2 half + 1 of elements 8 v ... 8 v + 7 of a
+// row.
 __device__ __forceinline__ void store_half_in_k_order(u8* row, i32 v, i32 half, u32 first,
                                                       u32 second) {
   const i32 in_window = v % 8;
@@ -22,7 +23,7 @@ __device__ __forceinline__ void store_half_in_k_order(u8* row, i32 v, i32 half, 
   *reinterpret_cast<u32*>(at + 16) = second;
 }
 
-// The four of them.
+// All four pairs of those elements.
 __device__ __forceinline__ void store_in_k_order(u8* row, i32 v, const u32 (&pairs)[4]) {
   store_half_in_k_order(row, v, 0, pairs[0], pairs[1]);
   store_half_in_k_order(row, v, 1, pairs[2], pairs[3]);

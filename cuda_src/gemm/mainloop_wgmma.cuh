@@ -47,6 +47,8 @@ struct MainloopWgmma {
   static constexpr i32 kStagedFragsN = kGroupColumns / 8;
   static constexpr float kAccScale = Products::kAccScale;
   static_assert(kGroupRows % 64 == 0 && Config::kTileN % 8 == 0);
+  static_assert(Feed::kStagingBuffers == 2 || Config::kTileN <= kGroupColumns,
+                "one buffer is filled once a tile");
 
   // Of a thread. Gathering needs an address a row, of which small tiles have few.
   static constexpr i32 kLaunchRegisters = 65536 / (kNumThreads * Config::kMinBlocks) / 8 * 8;
@@ -82,8 +84,8 @@ struct MainloopWgmma {
       return 1.0f;
     }
 
-    // All threads have left this buffer: they have met after they filled the other one. Of one
-    // buffer they have in FC1, when they met for its scales.
+    // All threads have left this buffer: they have met after they filled the other one. With one
+    // buffer those of FC1 have met for the scales; those of FC2 meet here.
     __device__ __forceinline__ void acquire_staging() {
       if constexpr (Feed::kStagingBuffers == 2) {
         buffer ^= 1;

@@ -101,7 +101,7 @@ __device__ __forceinline__ i32 source_row(const Params& p, const Order<Config>& 
 template <typename Config>
 __device__ __forceinline__ float load_token_scale(const Params& p, const Order<Config>& order,
                                                   i32 row) {
-  if (!kScalesRows<Config> || p.token_scales == nullptr) return 1.0f;
+  if (p.token_scales == nullptr) return 1.0f;
   return order.routing_weight(p, order.slot(p, row));
 }
 

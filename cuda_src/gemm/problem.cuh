@@ -24,7 +24,7 @@ struct Params {
   const float* clamp_limits;   // [local_num_experts] or null: 7 / sg (SwigluStep), no limit (FP4)
   const float* alphas;         // [local_num_experts] or null; FC1 of FP4 only
   const float* betas;          // [local_num_experts] or null; FC1 of FP4 only
-  const void* token_scales;    // [num_tokens * top_k] bf16 or f32, or null; FC1 only
+  const void* token_scales;    // [num_tokens * top_k] bf16 or f32, or null; FC1 of FP8 only
   u8* output;                  // FC1: [permuted rows, features] e4m3, or like tokens; FC2: bf16
   // Where the kernel sorts the slots itself; the maps before are null then. FC1 writes the last
   // two, as the permutation kernel does else.

@@ -21,7 +21,8 @@ struct alignas(16) Tile {
 // that their rows stay in L2 while the weight tiles pass by.
 //
 // Half a large tile takes more than half of its time. So large tiles of an expert share its rows
-// evenly, in steps of the eight columns that products come in; small ones are full up to the last.
+// evenly, in steps of eight, and products have the widths that come of it; small ones are full up
+// to the last.
 //
 // A cluster takes so many neighbouring weight tiles of a token tile, one a block, and counts as one
 // block here. Past the end of the weights its last ones have nothing to compute.

@@ -23,6 +23,7 @@ __device__ __forceinline__ void cp_async_cg_16_or_zero(void* smem, const void* g
                : "memory");
 }
 
+// Copies a word.
 __device__ __forceinline__ void cp_async_ca_4(void* smem, const void* gmem) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cvta_to_shared(smem)), "l"(gmem)
                : "memory");

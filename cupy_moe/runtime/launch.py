@@ -295,9 +295,9 @@ def bind(
     stream : int
         Stream handle; 0 is the legacy default stream.
     pdl : bool
-        Programmatic dependent launch: the kernel may start before its predecessor in the stream
-        ends and must call ``griddepcontrol_wait`` before it reads what that one wrote. Needs
-        compute capability 9.0.
+        Programmatic dependent launch: the kernel may start before its predecessor in the stream,
+        or in a graph of it, ends and must call ``griddepcontrol_wait`` before it reads what that
+        one wrote. Needs compute capability 9.0.
     cluster : int
         Blocks of a cluster, along x. Needs compute capability 9.0 when larger than 1.
     """

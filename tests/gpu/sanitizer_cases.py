@@ -105,6 +105,7 @@ def main(level: str) -> None:
     fp4("mxfp8", Fp4Sizes(3))
     fp4("nvfp4", Fp4Sizes(3))
     fp4("bf16", Fp4Sizes(200, experts=1, top_k=1))  # clusters share tokens, two tiles the rows
+    fp4("mxfp8", Fp4Sizes(64, hidden=896, inter=512, experts=64, top_k=4))  # two tiles a block
     finalized(1, 2, 4096, 8)
     finalized(2, 3, 264, 3)
     if level == "all":

@@ -57,6 +57,28 @@ def test_replay_follows_new_inputs(library: str, form: str) -> None:
 
 
 @each_form
+def test_layers_in_one_graph(form: str) -> None:
+    """A kernel may start before its predecessor ends, but not before what it reads is there."""
+    layers = [
+        on_library(fp4_layer("bf16", form, Fp4Sizes(tokens), seed=seed), "torch")
+        for seed, tokens in enumerate((33, 1, 70, 4, 33))
+    ]
+    expected = [to_host(run(form, layer)[0]).copy() for layer in layers]
+    outputs: list[Any] = []
+
+    def work() -> None:
+        outputs[:] = [run(form, layer)[0] for layer in layers]
+
+    replay = capture("torch", work)
+    for _ in range(20):
+        for output in outputs:
+            output.fill_(np.nan)
+        replay()
+        for output, right in zip(outputs, expected, strict=True):
+            assert_bit_equal(output, right)
+
+
+@each_form
 def test_many_runs_of_one_call(form: str) -> None:
     """Also on a stream that none of its arrays was made on."""
     arguments = on_library(fp4_layer("nvfp4", form, Fp4Sizes(20)), "torch")

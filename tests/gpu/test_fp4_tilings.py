@@ -150,6 +150,18 @@ def test_tiles_that_share_rows(mode: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert_same_bits(mode, "whole", arguments, monkeypatch)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_limits_of_some_experts(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others, of which NaN is the limit of one, have an epilogue without clamps."""
+    arguments = mixed_layer(mode, ROWS, hidden=256, inter=128)
+    vectors = {
+        "gemm1_clamp_limit": np.resize(np.float32([1.5, np.inf, np.nan]), len(ROWS)),
+        "gemm1_alpha": np.full(len(ROWS), 1.702, np.float32),
+        "gemm1_beta": np.full(len(ROWS), 1.0, np.float32),
+    }
+    assert_same_bits(mode, "whole", on_library(arguments | vectors, "torch"), monkeypatch)
+
+
 def test_rare_scales_here_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one row of FC2, with plain stages before, between and after, in one block of a cluster."""
     arguments = mixed_layer("bf16", ROWS, hidden=512, inter=1024)
