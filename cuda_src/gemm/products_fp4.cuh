@@ -137,6 +137,13 @@ struct ProductsFp4 {
     return false;
   }
 
+  // By whole warps: what the lanes have read of a stage lies before the arrival of the one that
+  // releases it, which votes and waits alone do not promise.
+  __device__ __forceinline__ static void leave(Smem& smem, i32 slot) {
+    __syncwarp();
+    Feed::release(smem, slot);
+  }
+
   // Fragments of a part of a window.
   template <bool kRare, i32 kNumParts>
   __device__ __forceinline__ static void widen(const Codes& codes, i32 part, Fragments& a) {
@@ -237,14 +244,14 @@ struct ProductsFp4 {
         for (i32 m = 0; m < kFragsM; ++m) codes[m] = load(stage, place, window * kFragsM + m);
         const u64 descriptor = rows.descriptor(window * Feed::kTokenWindowBytes);
         multiply_window<kFirst, kLast>(codes, descriptor, num_columns, a, acc, [&] {
-          if (window == 0 && before >= 0) Feed::release(smem, before);
+          if (window == 0 && before >= 0) leave(smem, before);
         });
       }
       before = ring.slot;
       ring.advance();
     }
     ptx::wgmma_wait_group<0>();
-    if (before >= 0) Feed::release(smem, before);
+    if (before >= 0) leave(smem, before);
   }
 
   // Any stage, of which only the first windows lie in K.
@@ -291,7 +298,7 @@ struct ProductsFp4 {
                          tokens.at(ring.slot * sizeof(smem.tokens[0])),
                          min(num_windows, Stage::kWindows), tile.num_rows, acc);
       num_windows -= Stage::kWindows;
-      Feed::release(smem, ring.slot);
+      leave(smem, ring.slot);
       ring.advance();
     }
     ptx::wgmma_fence_registers(*reinterpret_cast<float (*)[kFragsM * kTileN / 2]>(&acc));
