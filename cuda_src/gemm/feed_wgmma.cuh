@@ -49,7 +49,8 @@ struct FeedWgmma {
   static constexpr i32 kTokenBoxes = Config::kTileN / kTokenBox;
   static constexpr i32 kBoxWindows = kTokenBoxes > 1 ? 1 : kWindows;
   static_assert(!Config::kGatherTokens || kCluster == 1, "tensor copies reach other blocks");
-  static constexpr i32 kStagingBuffers = Config::kStagingBuffers;  // of a group
+  static constexpr i32 kStagedTokens = min(Config::kTileN, 32);                   // at once
+  static constexpr i32 kStagingBuffers = Config::kTileN > kStagedTokens ? 2 : 1;  // of a group
 
   using Ring = RingCursor<kNumStages>;
   using Queue = TileQueue<kConsumerWarps + kTokenWarps, kCluster>;

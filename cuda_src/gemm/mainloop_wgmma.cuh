@@ -41,14 +41,12 @@ struct MainloopWgmma {
   static constexpr i32 kNumThreads = 128 * (kConsumers + 1);
   static constexpr i32 kGroupThreads = 128;
   static constexpr i32 kGroupRows = Feed::kGroupRows;
-  static constexpr i32 kGroupColumns = min(Config::kTileN, 32);  // staged at once
+  static constexpr i32 kGroupColumns = Feed::kStagedTokens;
   static constexpr i32 kFragsM = Products::kFragsM;
   static constexpr i32 kFragsN = Config::kTileN / 8;
   static constexpr i32 kStagedFragsN = kGroupColumns / 8;
   static constexpr float kAccScale = Products::kAccScale;
   static_assert(kGroupRows % 64 == 0 && Config::kTileN % 8 == 0);
-  static_assert(Feed::kStagingBuffers == 2 || Config::kTileN <= kGroupColumns,
-                "one buffer is filled once a tile");
 
   // Of a thread. Gathering needs an address a row, of which small tiles have few.
   static constexpr i32 kLaunchRegisters = 65536 / (kNumThreads * Config::kMinBlocks) / 8 * 8;

@@ -10,35 +10,13 @@
 #include "common/types.cuh"
 #include "formats/e2m1.cuh"
 #include "gemm/feed_wgmma.cuh"
+#include "gemm/product_widths.cuh"
 #include "gemm/scheduler.cuh"
 #include "gemm/stage_fp4.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace cupy_moe::gemm {
-
-// Columns of the products of a token tile, in ascending order. In a large tile padding would cost
-// time of the tensor cores.
-template <i32 kTileN>
-struct ProductWidths {
-  static constexpr i32 kWidths[] = {kTileN};
-};
-template <>
-struct ProductWidths<48> {
-  static constexpr i32 kWidths[] = {32, 48};
-};
-template <>
-struct ProductWidths<96> {
-  static constexpr i32 kWidths[] = {32, 48, 64, 72, 80, 96};
-};
-template <>
-struct ProductWidths<160> {
-  static constexpr i32 kWidths[] = {120, 128, 136, 144, 160};
-};
-template <>
-struct ProductWidths<192> {
-  static constexpr i32 kWidths[] = {128, 160, 168, 176, 192};
-};
 
 template <typename Config>
 struct ProductsFp4 {

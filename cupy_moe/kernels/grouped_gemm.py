@@ -122,7 +122,6 @@ class GemmConfig:
     sort_slots: bool  # itself; else a kernel before has made the maps
     token_box: int  # rows of one copy of tokens that are in place
     staging_bytes: int  # of a buffer of one group of threads that shares output rows
-    staging_buffers: int  # of a group
     smem_bytes: int
 
     @classmethod
@@ -178,7 +177,6 @@ class GemmConfig:
             sort_slots=sort_slots,
             token_box=tile_n if tile_n <= 48 else 32,
             staging_bytes=staging_bytes,
-            staging_buffers=staging_buffers,
             smem_bytes=smem_bytes,
         )
 

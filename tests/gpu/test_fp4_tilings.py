@@ -111,7 +111,7 @@ def mixed_layer(mode: str, rows: Sequence[int], **sizes: int) -> dict[str, Any]:
 
 def widths_of_tiles() -> dict[int, set[int]]:
     """Read the widths of products by tokens of a tile from the sources."""
-    text = (source_dir() / "gemm" / "products_fp4.cuh").read_text()
+    text = (source_dir() / "gemm" / "product_widths.cuh").read_text()
     pattern = r"ProductWidths<(\d+)> \{\s*static constexpr i32 kWidths\[\] = \{(.*)\}"
     listed = re.findall(pattern, text)
     assert listed
