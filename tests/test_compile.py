@@ -172,6 +172,20 @@ def test_specializations_are_distinct(arch):
     assert len(set(specs)) == len(specs)
 
 
+@pytest.mark.parametrize("moe_format", [MoeFormat.Fp8, MoeFormat.Bf16])
+def test_the_build_for_racecheck_compiles(moe_format, monkeypatch):
+    """With the largest tiles, of which those of FP4 are in clusters."""
+    specs = [
+        spec
+        for spec in specializations("sm_90a")
+        if spec.source == "grouped_gemm" and dict(spec.config)["moe_format"] is moe_format
+    ]
+    largest = max(specs, key=lambda spec: dict(spec.config)["tile_n"])
+    plain = compile_cubin(largest, "sm_90a").cubin
+    monkeypatch.setenv("CUPY_MOE_NVRTC_OPTIONS", "-DCUPY_MOE_EVERY_LANE_ARRIVES")
+    assert compile_cubin(largest, "sm_90a").cubin != plain
+
+
 def test_ptx_for_the_oldest_architecture():
     spec = next(s for s in specializations("compute_80") if s.source == "grouped_gemm")
     ptx = compile_ptx(spec, "compute_80").decode()

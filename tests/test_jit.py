@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cupy_moe.runtime import jit
+from cupy_moe.runtime.compiler import nvrtc_options
 from cupy_moe.runtime.jit import (
     KernelCompileError,
     KernelSpec,
@@ -220,6 +221,21 @@ def test_compile_errors_say_what_where_and_with_which_configuration(cache: Path)
     assert "static assertion failed" in error.log
     assert error.source_path.parent == cache
     assert error.source_path.read_text() == render_unit(spec)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_options_that_the_environment_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = compile_cubin(ProbeConfig().spec(), ARCH).cubin
+    monkeypatch.setenv("CUPY_MOE_NVRTC_OPTIONS", "-lineinfo '-DTEXT=two words'")
+    assert nvrtc_options()[-2:] == ("-lineinfo", "-DTEXT=two words")
+    assert b".debug_line" in compile_cubin(ProbeConfig().spec(), ARCH).cubin
+    assert b".debug_line" not in plain
+    monkeypatch.setenv("CUPY_MOE_NVRTC_OPTIONS", "--no-such-option")
+    with pytest.raises(KernelCompileError, match="unrecognized option --no-such-option"):
+        compile_cubin(ProbeConfig().spec(), ARCH)
+    monkeypatch.setenv("CUPY_MOE_NVRTC_OPTIONS", "'-lineinfo")
+    with pytest.raises(ValueError, match="CUPY_MOE_NVRTC_OPTIONS: No closing quotation, got"):
+        compile_cubin(ProbeConfig().spec(), ARCH)
 
 
 def replaced(name: str, kind: str) -> tuple[tuple[str, str], ...]:

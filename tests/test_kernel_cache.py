@@ -62,6 +62,13 @@ def test_key_depends_on_the_nvrtc_version(nvrtc: Any, monkeypatch: pytest.Monkey
     assert path != cached_cubin_path(ProbeConfig().spec(), ARCH)
 
 
+@pytest.mark.usefixtures("nvrtc")
+def test_key_depends_on_added_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cached_cubin_path(ProbeConfig().spec(), ARCH)
+    monkeypatch.setenv("CUPY_MOE_NVRTC_OPTIONS", "-lineinfo")
+    assert path != cached_cubin_path(ProbeConfig().spec(), ARCH)
+
+
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUPY_MOE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

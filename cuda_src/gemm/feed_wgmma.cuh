@@ -53,7 +53,8 @@ struct FeedWgmma {
   static constexpr i32 kStagingBuffers = Config::kTileN > kStagedTokens ? 2 : 1;  // of a group
 
   using Ring = RingCursor<kNumStages>;
-  using Queue = TileQueue<kConsumerWarps + kTokenWarps, kCluster>;
+  using Queue = TileQueue<kConsumerWarps + (Config::kGatherTokens ? kTokenWarps : 0),
+                          Config::kGatherTokens ? 0 : 1, kCluster>;
 
   struct Smem : Order<Config> {
     alignas(1024) u8 tokens[kNumStages][kWindows * kTokenWindowBytes];
@@ -73,7 +74,7 @@ struct FeedWgmma {
     if (threadIdx.x == 0) {
       for (i32 stage = 0; stage < kNumStages; ++stage) {
         ptx::mbarrier_init(&smem.full[stage], 1 + kTokenWarps);
-        ptx::mbarrier_init(&smem.empty[stage], kConsumerWarps * kCluster);
+        ptx::mbarrier_init(&smem.empty[stage], kConsumerWarps * kCluster * ptx::kArrivalsOfWarp);
       }
       smem.queue.init();
       ptx::fence_mbarrier_init();
@@ -90,10 +91,14 @@ struct FeedWgmma {
     }
   }
 
-  // By whole warps, kConsumerWarps: this one has left a stage, and says so to every block.
+  // By kConsumerWarps whole warps: this one has left a stage, and says so to every block. What its
+  // lanes have read themselves lies before a `__syncwarp`.
   __device__ __forceinline__ static void release(Smem& smem, i32 slot) {
-    const u32 lane = threadIdx.x % 32;
-    if (lane < kCluster) ptx::mbarrier_arrive_at<kCluster>(&smem.empty[slot], lane);
+    constexpr u32 kArrivals = kCluster * ptx::kArrivalsOfWarp;
+#pragma unroll
+    for (u32 i = threadIdx.x % 32; i < kArrivals; i += 32) {
+      ptx::mbarrier_arrive_at<kCluster>(&smem.empty[slot], i / ptx::kArrivalsOfWarp);
+    }
   }
 
   // Before the list of tiles is there, for many slots: most probably every expert has one token

@@ -115,13 +115,6 @@ struct ProductsFp4 {
     return false;
   }
 
-  // By whole warps: what the lanes have read of a stage lies before the arrival of the one that
-  // releases it, which votes and waits alone do not promise.
-  __device__ __forceinline__ static void leave(Smem& smem, i32 slot) {
-    __syncwarp();
-    Feed::release(smem, slot);
-  }
-
   // Fragments of a part of a window.
   template <bool kRare, i32 kNumParts>
   __device__ __forceinline__ static void widen(const Codes& codes, i32 part, Fragments& a) {
@@ -212,6 +205,7 @@ struct ProductsFp4 {
 #pragma unroll 1
     for (; num_windows >= Stage::kWindows; num_windows -= Stage::kWindows) {
       ptx::mbarrier_wait_parity(&smem.full[ring.slot], ring.parity);
+      __syncwarp();  // here, not at the release: the compiler may not move loads across it
       const u8* stage = smem.weights[ring.slot];
       const ptx::Swizzle128Operand rows = tokens.at(ring.slot * sizeof(smem.tokens[0]));
       if (any_rare(stage, place)) break;
@@ -222,14 +216,15 @@ struct ProductsFp4 {
         for (i32 m = 0; m < kFragsM; ++m) codes[m] = load(stage, place, window * kFragsM + m);
         const u64 descriptor = rows.descriptor(window * Feed::kTokenWindowBytes);
         multiply_window<kFirst, kLast>(codes, descriptor, num_columns, a, acc, [&] {
-          if (window == 0 && before >= 0) leave(smem, before);
+          if (window == 0 && before >= 0) Feed::release(smem, before);
         });
       }
       before = ring.slot;
       ring.advance();
     }
     ptx::wgmma_wait_group<0>();
-    if (before >= 0) leave(smem, before);
+    __syncwarp();
+    if (before >= 0) Feed::release(smem, before);
   }
 
   // Any stage, of which only the first windows lie in K.
@@ -276,7 +271,8 @@ struct ProductsFp4 {
                          tokens.at(ring.slot * sizeof(smem.tokens[0])),
                          min(num_windows, Stage::kWindows), tile.num_rows, acc);
       num_windows -= Stage::kWindows;
-      leave(smem, ring.slot);
+      __syncwarp();
+      Feed::release(smem, ring.slot);
       ring.advance();
     }
     ptx::wgmma_fence_registers(*reinterpret_cast<float (*)[kFragsM * kTileN / 2]>(&acc));

@@ -92,10 +92,12 @@ struct RingCursor {
 // tiles, which differ in rows in use and therefore in time, blocks take them as they get free. A
 // tile is found by one thread: that takes divisions and a trip to the list. The blocks of a cluster
 // go on together: the first one finds the tiles of all.
-template <i32 kReadingWarps, i32 kCluster>
+template <i32 kReadingWarps, i32 kReadingThreads, i32 kCluster>
 struct TileQueue {
   static constexpr i32 kDepth = 4;
-  static constexpr i32 kReaders = kReadingWarps * kCluster + (kCluster - 1);  // see pop_alone
+  static constexpr i32 kReaders =
+      (kReadingWarps * ptx::kArrivalsOfWarp + kReadingThreads) * kCluster +
+      (kCluster - 1);  // those that would push in the first block
 
   // One register: tiles are few, and the products of others need them.
   struct Cursor {
@@ -132,19 +134,19 @@ struct TileQueue {
     ++at.count;
   }
 
-  // By whole warps, kReadingWarps in all. False after the last tile. In terms that let the compiler
+  // By kReadingWarps whole warps. False after the last tile. In terms that let the compiler
   // see that lanes agree: descriptors of operands then take uniform registers.
   __device__ bool pop(Cursor& at, Tile& tile) {
     wait_for_tile(at);
     tile = tiles[at.slot()];
     tile.num_rows = __shfl_sync(~0u, tile.num_rows, 0);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) release(at);
+    if (threadIdx.x % 32 < ptx::kArrivalsOfWarp) release(at);
     ++at.count;
     return __all_sync(~0u, tile.num_rows > 0);
   }
 
-  // The same by one thread for its warp; so do those of other blocks that would push in the first.
+  // The same by kReadingThreads, and by those of other blocks that would push in the first.
   __device__ bool pop_alone(Cursor& at, Tile& tile) {
     wait_for_tile(at);
     tile = tiles[at.slot()];

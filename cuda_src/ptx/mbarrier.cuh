@@ -7,6 +7,14 @@
 
 namespace cupy_moe::ptx {
 
+// Lanes that arrive for a warp that has met: one. racecheck takes no order of a warp's lanes into
+// account, only that of a thread's own arrivals: in a build for it, every lane arrives.
+#ifdef CUPY_MOE_EVERY_LANE_ARRIVES
+constexpr u32 kArrivalsOfWarp = 32;
+#else
+constexpr u32 kArrivalsOfWarp = 1;
+#endif
+
 __device__ __forceinline__ void mbarrier_init(u64* barrier, i32 num_arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(cvta_to_shared(barrier)),
                "r"(num_arrivals)

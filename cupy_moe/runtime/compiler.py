@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,6 @@ from cupy_moe.runtime.kernel_source import KernelSpec, format_config, render_uni
 from cupy_moe.runtime.requirements import import_cupy
 
 __all__ = [
-    "OPTIONS",
     "CompiledKernel",
     "KernelCompileError",
     "arch_for",
@@ -25,13 +26,13 @@ __all__ = [
     "compile_cubin",
     "compile_image",
     "compile_ptx",
+    "nvrtc_options",
     "nvrtc_version",
     "require_arch",
 ]
 
-OPTIONS = ("-std=c++20", "-default-device")
-"""NVRTC options of every kernel, next to architecture and include path."""
-
+_OPTIONS = ("-std=c++20", "-default-device")
+_OPTIONS_VARIABLE = "CUPY_MOE_NVRTC_OPTIONS"
 _OLDEST_CAPABILITY = (8, 0)
 _UNIT_NAME = "unit.cu"
 _log = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ def compile_image(
     require_arch(arch)
     nvrtc = _nvrtc()
     include = tuple(f"-I{folder}" for folder in spec.include_dirs)
-    options = (*OPTIONS, f"--gpu-architecture={arch}", *include, *extra_options)
+    options = (*nvrtc_options(), f"--gpu-architecture={arch}", *include, *extra_options)
     start = time.perf_counter()
     program = nvrtc.createProgram(render_unit(spec), _UNIT_NAME, (), ())
     try:
@@ -216,6 +217,25 @@ def _arch_number(arch: str) -> int:
 
 def _nvrtc() -> Library:
     return import_cupy().cuda.nvrtc
+
+
+def nvrtc_options() -> tuple[str, ...]:
+    """NVRTC options of every kernel, next to architecture and include path.
+
+    ``CUPY_MOE_NVRTC_OPTIONS`` adds some, split as by a shell: ``-lineinfo`` for profilers,
+    ``-DCUPY_MOE_EVERY_LANE_ARRIVES`` for racecheck. It is read whenever a kernel is compiled or
+    looked up in the cache; loaded kernels stay as they are.
+
+    Raises
+    ------
+    ValueError
+        If the variable cannot be split.
+    """
+    added = os.environ.get(_OPTIONS_VARIABLE, "")
+    try:
+        return (*_OPTIONS, *shlex.split(added))
+    except ValueError as error:
+        raise ValueError(f"{_OPTIONS_VARIABLE}: {error}, got {added!r}") from error
 
 
 def nvrtc_version() -> str:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from cupy_moe.runtime.compile_log import KernelResources
 from cupy_moe.runtime.compiler import (
-    OPTIONS,
     CompiledKernel,
     KernelCompileError,
     arch_for,
     compile_cubin,
     compile_image,
     compile_ptx,
+    nvrtc_options,
     nvrtc_version,
 )
 from cupy_moe.runtime.devices import (
@@ -67,7 +67,7 @@ class Function:
 def _cache_key(spec: KernelSpec, arch: str) -> str:
     """Everything the image depends on."""
     unit = render_unit(spec)
-    lines = [spec.entry, arch, nvrtc_version(), *OPTIONS, unit]
+    lines = [spec.entry, arch, nvrtc_version(), *nvrtc_options(), unit]
     for name, path in include_closure(unit, spec.include_dirs):
         lines.append(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}")
     return "\n".join(lines)

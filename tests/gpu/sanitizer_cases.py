@@ -6,6 +6,9 @@ Arrays come from ``cudaMalloc`` one by one, so that a step over the edge of one 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 
@@ -80,6 +83,16 @@ class StepByStep(Transport):
         self._rank.group.barrier()
 
 
+@contextmanager
+def few_multiprocessors() -> Iterator[None]:
+    """Plan for two of them: blocks fill the slots of their rings again and again.
+
+    Plans are kept by sizes, so those of these calls belong to them alone.
+    """
+    with mock.patch("cupy_moe.pipeline.sm_count", return_value=2):
+        yield
+
+
 def finalized(num_ranks: int, tokens: int, hidden_size: int, top_k: int) -> None:
     """A finalize by every scheme, the ranks being threads."""
     case = make_case(num_ranks, tokens, hidden_size=hidden_size, top_k=top_k)
@@ -105,7 +118,10 @@ def main(level: str) -> None:
     fp4("mxfp8", Fp4Sizes(3))
     fp4("nvfp4", Fp4Sizes(3))
     fp4("bf16", Fp4Sizes(200, experts=1, top_k=1))  # clusters share tokens, two tiles the rows
-    fp4("mxfp8", Fp4Sizes(64, hidden=896, inter=512, experts=64, top_k=4))  # two tiles a block
+    with few_multiprocessors():
+        routed(24, 16, 4, ActivationType.Swiglu)
+        fp4("mxfp8", Fp4Sizes(8, hidden=896, inter=512, experts=8, top_k=4))
+        fp4("bf16", Fp4Sizes(400, hidden=512, experts=2, top_k=1))  # in one cluster
     finalized(1, 2, 4096, 8)
     finalized(2, 3, 264, 3)
     if level == "all":
