@@ -64,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(Mainloop::kNumThreads, Config::kMin
           const epilogue::ExpertScales& scales) {
         // Of a cluster's blocks the last ones may have no weights; they meet as in an epilogue.
         if (Config::kCluster > 1 && tile.m_tile * Config::kTileM >= p.m) return group.sync();
-        const i32 feature = (tile.m_tile * kGroups + group.index) * StoreOf<true>::kFeatures;
+        const i32 feature =
+            p.first_feature + (tile.m_tile * kGroups + group.index) * StoreOf<true>::kFeatures;
         u8* output = p.output + static_cast<i64>(tile.first_row) * p.output_pitch;
         if constexpr (kMayNotClamp) {
           if (!epilogue::clamps(scales)) {

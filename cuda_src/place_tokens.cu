@@ -90,14 +90,15 @@ __device__ uint4 make_vector(const Params& p, i64 token, i32 vector, bool in_row
   if constexpr (kFormat == MoeFormat::Fp8) {
     return in_row ? reinterpret_cast<const uint4*>(row)[vector] : uint4{};
   } else {
-    // Threads next to each other make a window of K, each of them a word here and there.
-    static_assert(32 * 8 % formats::kWindow == 0, "a warp makes whole windows");
+    // Threads next to each other make a span of K, each of them a word here and there.
+    constexpr i32 kBlock = formats::WeightScaleOf<kFormat>::type::kBlock;
+    static_assert(32 * 8 % (4 * kBlock) == 0, "a warp makes whole spans");
     __shared__ uint4 vectors[Config::kNumThreads];
     if (in_row) {
       u32 pairs[4];
       Widen<kFormat>::run(row, p.scales + token * p.scale_pitch, kColumns * vector, pairs);
-      formats::store_in_k_order(reinterpret_cast<u8*>(vectors), static_cast<i32>(threadIdx.x),
-                                pairs);
+      formats::store_in_k_order<kBlock>(reinterpret_cast<u8*>(vectors),
+                                        static_cast<i32>(threadIdx.x), pairs);
     }
     __syncwarp();
     return vectors[threadIdx.x];

@@ -88,7 +88,7 @@ class GemmPart:
     k: int
     grid: int
     token_offset: int = 0  # bytes to the first column of K
-    output_offset: int = 0  # bytes to the first output column
+    first_feature: int = 0  # of the output's rows
     output_buffer: str = ""  # of partial sums, in the scratch
 
 
@@ -132,9 +132,9 @@ def _parts(
     """Shares of the partitions in FC1 and FC2."""
 
     def part(config: GemmConfig, rows: int, k: int, sms: int, *place: int | str) -> GemmPart:
-        token_offset, output_offset, buffer = place or (0, 0, "")
+        token_offset, first_feature, buffer = place or (0, 0, "")
         grid = _persistent_grid(config, rows, token_tiles, sms)
-        return GemmPart(rows, k, grid, int(token_offset), int(output_offset), str(buffer))
+        return GemmPart(rows, k, grid, int(token_offset), int(first_feature), str(buffer))
 
     hidden, inter = problem.hidden_size, problem.intermediate_size
     if problem.strategy is None:
@@ -144,9 +144,9 @@ def _parts(
         )
     sms = list(enumerate(problem.partition_sms))
     fc1_rows, fc2_rows = problem.fc1_part_rows, problem.fc2_part_rows
-    fc1_parts = (part(fc1, fc1_rows, hidden, n, 0, p * inter, "") for p, n in sms)
+    fc1_parts = (part(fc1, fc1_rows, hidden, n, 0, p * inter // 2, "") for p, n in sms)
     if problem.strategy == "tp_n_tp_n":
-        fc2_parts = (part(fc2, fc2_rows, inter, n, 0, p * hidden, "") for p, n in sms)
+        fc2_parts = (part(fc2, fc2_rows, inter, n, 0, p * hidden // 2, "") for p, n in sms)
     else:
         fc2_parts = (
             part(fc2, fc2_rows, inter // 2, n, p * inter, 0, PARTIAL_SUMS[p]) for p, n in sms

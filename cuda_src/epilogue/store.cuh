@@ -16,6 +16,7 @@
 #include "epilogue/requantize.cuh"
 #include "epilogue/scales.cuh"
 #include "formats/bf16.cuh"
+#include "formats/block_scale.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/k_order.cuh"
 
@@ -153,8 +154,9 @@ struct TileStore {
       const u8* staged = group.staging() + row * kPitch + eight * 8 * Transform::kStagedBytes;
       const uint2 pairs = Transform::requantize(staged, half, scales);
       if (row < num_rows) {
-        formats::store_half_in_k_order(output + row * pitch, feature / 8 + eight, half, pairs.x,
-                                       pairs.y);
+        constexpr i32 kBlock = formats::WeightScaleOf<Config::kMoeFormat>::type::kBlock;
+        formats::store_half_in_k_order<kBlock>(output + row * pitch, feature / 8 + eight, half,
+                                               pairs.x, pairs.y);
       }
     }
   }

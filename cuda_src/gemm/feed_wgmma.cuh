@@ -43,6 +43,20 @@ struct FeedWgmma {
   static constexpr i32 kGroupRows = Config::kTileM / kConsumers;
   static constexpr i32 kConsumerWarps = 4 * kConsumers;
   static constexpr i32 kTokenWarps = Config::kGatherTokens ? 2 : 1;
+  static constexpr i32 kNumThreads = 128 * (kConsumers + 1);
+
+  // Of a thread. Gathering needs an address a row, of which small tiles have few.
+  static constexpr i32 kLaunchRegisters = 65536 / (kNumThreads * Config::kMinBlocks) / 8 * 8;
+  static constexpr bool kFewRegisters = kLaunchRegisters < 128;
+  static constexpr i32 kGatherRegisters =
+      kFewRegisters ? max(32, ceil_div(24 + Config::kTileN / 2, 8) * 8) : 72;
+  static constexpr i32 kCopyRegisters = kFewRegisters ? 32 : 40;
+  static constexpr i32 kProducerRegisters =
+      Config::kGatherTokens ? kGatherRegisters : kCopyRegisters;
+  static constexpr i32 kConsumerRegisters =
+      min(232, (kLaunchRegisters * kNumThreads - kProducerRegisters * 128) / (128 * kConsumers)) /
+      8 * 8;
+
   static constexpr i32 kTokenWindowBytes = Config::kTileN * kTokenRowBytes;
   // A tensor copy of tokens brings so many rows of so many windows.
   static constexpr i32 kTokenBox = Config::kTokenBox;

@@ -38,7 +38,7 @@ struct MainloopWgmma {
   using Accumulators = typename Products::Accumulators;
   static constexpr i32 kConsumers = Feed::kConsumers;
   static constexpr i32 kConsumerWarps = Feed::kConsumerWarps;
-  static constexpr i32 kNumThreads = 128 * (kConsumers + 1);
+  static constexpr i32 kNumThreads = Feed::kNumThreads;
   static constexpr i32 kGroupThreads = 128;
   static constexpr i32 kGroupRows = Feed::kGroupRows;
   static constexpr i32 kGroupColumns = Feed::kStagedTokens;
@@ -47,18 +47,6 @@ struct MainloopWgmma {
   static constexpr i32 kStagedFragsN = kGroupColumns / 8;
   static constexpr float kAccScale = Products::kAccScale;
   static_assert(kGroupRows % 64 == 0 && Config::kTileN % 8 == 0);
-
-  // Of a thread. Gathering needs an address a row, of which small tiles have few.
-  static constexpr i32 kLaunchRegisters = 65536 / (kNumThreads * Config::kMinBlocks) / 8 * 8;
-  static constexpr bool kFewRegisters = kLaunchRegisters < 128;
-  static constexpr i32 kGatherRegisters =
-      kFewRegisters ? max(32, ceil_div(24 + Config::kTileN / 2, 8) * 8) : 72;
-  static constexpr i32 kCopyRegisters = kFewRegisters ? 32 : 40;
-  static constexpr i32 kProducerRegisters =
-      Config::kGatherTokens ? kGatherRegisters : kCopyRegisters;
-  static constexpr i32 kConsumerRegisters =
-      min(232, (kLaunchRegisters * kNumThreads - kProducerRegisters * 128) / (128 * kConsumers)) /
-      8 * 8;
 
   // The threads that share rows of an epilogue, and their shared memory. Of large tiles one buffer
   // is filled while the other one is being written out.
@@ -153,7 +141,7 @@ struct MainloopWgmma {
     }
     Feed::init_barriers(smem);
     if (warp >= kConsumerWarps) {
-      ptx::setmaxnreg_dec<kProducerRegisters>();
+      ptx::setmaxnreg_dec<Feed::kProducerRegisters>();
       const i32 producer = warp - kConsumerWarps;
       if (producer == 0 && ptx::elect_sync()) {
         ptx::prefetch_tensor_map(&p.weight_map);
@@ -171,7 +159,7 @@ struct MainloopWgmma {
         }
       }
     } else {
-      ptx::setmaxnreg_inc<kConsumerRegisters>();
+      ptx::setmaxnreg_inc<Feed::kConsumerRegisters>();
       if constexpr (Config::kGatherTokens) ptx::griddepcontrol_wait();
       consume(smem, p, warp / 4, epilogue);
     }

@@ -29,12 +29,13 @@ struct OperandsFp4 {
   static constexpr i32 kTokenRowBytes = 2 * formats::kWindow;  // of one window
   static constexpr i32 kScaleTileBytes = 512;                  // 128 rows by 4 scales
   static constexpr i32 kScaleTiles = Config::kTileK / Scale::kBlock / 4;
+  static constexpr i32 kSpanWindows = kWindows / kScaleTiles;  // under one scale of a lane
   static constexpr i32 kWeightBytes = Config::kTileM * kWeightRowBytes;
   static constexpr i32 kScaleBytes = kScaleTiles * kScaleTileBytes;
   static constexpr i32 kStageBytes =
       kWeightBytes + kScaleBytes + kWindows * Config::kTileN * kTokenRowBytes;
   static_assert(Config::kTileM == 128, "the rows of a tile of scales");
-  static_assert(kWeightRowBytes == 64 && kWindows == 2, "half a weight row is one window");
+  static_assert(kWeightRowBytes == 64 && kWindows == 2, "one span of MXFP4 or two of NVFP4");
 
   static constexpr i32 kWeightVectors = kWeightRowBytes / kVectorBytes;  // of a row
   static constexpr i32 kTokenVectors = 2 * Config::kTileK / kVectorBytes;
@@ -74,7 +75,7 @@ struct OperandsFp4 {
     return (static_cast<i32>(threadIdx.x) + copy * Warp::kNumThreads) / kTokenVectors;
   }
 
-  // Two rows of a tile of weights fill all banks; every other pair of rows has the windows swapped,
+  // Two rows of a tile of weights fill all banks; every other pair of rows has its halves swapped,
   // so that neither loads of 8 bytes of four rows collide.
   __device__ static i32 weight_offset(i32 row, i32 vector) {
     return row * kWeightRowBytes + (vector ^ (row & 2)) * kVectorBytes;
@@ -129,18 +130,17 @@ struct OperandsFp4 {
     }
   }
 
-  // Scales of rows g and g + 8 of a fragment, of the elements that a lane has in each window.
+  // Scales of rows g and g + 8 of a fragment, of a lane's block in each span.
   struct ScalePair {
-    u32 bytes[2][kWindows];
+    u32 bytes[2][kScaleTiles];
 
     __device__ __forceinline__ void load(const u8* stage, i32 row, i32 q) {
 #pragma unroll
       for (i32 i = 0; i < 2; ++i) {
 #pragma unroll
-        for (i32 window = 0; window < kWindows; ++window) {
-          const i32 column = (window * formats::kWindow + 16 * q) / Scale::kBlock;
-          bytes[i][window] = stage[kWeightBytes + column / 4 * kScaleTileBytes +
-                                   scale_offset(row + 8 * i) + column % 4];
+        for (i32 span = 0; span < kScaleTiles; ++span) {
+          bytes[i][span] =
+              stage[kWeightBytes + span * kScaleTileBytes + scale_offset(row + 8 * i) + q];
         }
       }
     }
@@ -148,8 +148,8 @@ struct OperandsFp4 {
     __device__ __forceinline__ bool is_rare() const {
       bool rare = false;
 #pragma unroll
-      for (i32 window = 0; window < kWindows; ++window) {
-        rare |= Scale::is_rare(bytes[0][window]) || Scale::is_rare(bytes[1][window]);
+      for (i32 span = 0; span < kScaleTiles; ++span) {
+        rare |= Scale::is_rare(bytes[0][span]) || Scale::is_rare(bytes[1][span]);
       }
       return rare;
     }
@@ -171,38 +171,65 @@ struct OperandsFp4 {
     multiply_windows<false>(stage, scales, acc);
   }
 
-  template <bool kRare>
-  __device__ static void multiply_windows(const u8* stage, const ScalePair (&scales)[Warp::kFragsM],
-                                          Accumulators& acc) {
+  // A lane's codes of a span, of rows g and g + 8 of every fragment.
+  using Codes = u32[Warp::kFragsM][2][2 * kSpanWindows];
+
+  __device__ static void load_codes(const u8* stage, i32 span, Codes& codes) {
+    const i32 lane = static_cast<i32>(threadIdx.x) % 32;
+    const i32 q = lane % 4;
 #pragma unroll
-    for (i32 window = 0; window < kWindows; ++window) {
-      multiply_window<kRare>(stage, window, scales, acc);
+    for (i32 m = 0; m < Warp::kFragsM; ++m) {
+#pragma unroll
+      for (i32 i = 0; i < 2; ++i) {
+        const i32 row = Warp::first_row() + 16 * m + 8 * i + lane / 4;
+        u32(&words)[2 * kSpanWindows] = codes[m][i];
+        if constexpr (kSpanWindows == 2) {
+          const uint4 all = *reinterpret_cast<const uint4*>(stage + weight_offset(row, q));
+          words[0] = all.x;
+          words[1] = all.y;
+          words[2] = all.z;
+          words[3] = all.w;
+        } else {
+          const uint2 all = *reinterpret_cast<const uint2*>(
+              stage + weight_offset(row, 2 * span + q / 2) + q % 2 * 8);
+          words[0] = all.x;
+          words[1] = all.y;
+        }
+      }
     }
   }
 
   template <bool kRare>
-  __device__ static void multiply_window(const u8* stage, i32 window,
+  __device__ static void multiply_windows(const u8* stage, const ScalePair (&scales)[Warp::kFragsM],
+                                          Accumulators& acc) {
+#pragma unroll
+    for (i32 span = 0; span < kScaleTiles; ++span) {
+      Codes codes;
+      load_codes(stage, span, codes);
+#pragma unroll
+      for (i32 i = 0; i < kSpanWindows; ++i) {
+        multiply_window<kRare>(stage, span, i, codes, scales, acc);
+      }
+    }
+  }
+
+  template <bool kRare>
+  __device__ static void multiply_window(const u8* stage, i32 span, i32 window_in_span,
+                                         const Codes& codes,
                                          const ScalePair (&scales)[Warp::kFragsM],
                                          Accumulators& acc) {
     const i32 lane = static_cast<i32>(threadIdx.x) % 32;
-    const i32 q = lane % 4;
-    uint2 codes[Warp::kFragsM][2];
+    const i32 window = span * kSpanWindows + window_in_span;
     u32 multipliers[Warp::kFragsM][2];
 #pragma unroll
     for (i32 m = 0; m < Warp::kFragsM; ++m) {
-      u32 upper = scales[m].bytes[0][window];
-      u32 lower = scales[m].bytes[1][window];
+      u32 upper = scales[m].bytes[0][span];
+      u32 lower = scales[m].bytes[1][span];
       if constexpr (kRare) {
         upper = Scale::clamp_rare(upper);
         lower = Scale::clamp_rare(lower);
       }
       Scale::multipliers(upper, lower, multipliers[m][0], multipliers[m][1]);
-#pragma unroll
-      for (i32 i = 0; i < 2; ++i) {
-        const i32 row = Warp::first_row() + 16 * m + 8 * i + lane / 4;
-        codes[m][i] = *reinterpret_cast<const uint2*>(
-            stage + weight_offset(row, 2 * window + q / 2) + q % 2 * 8);
-      }
     }
     const u8* tokens = stage + kWeightBytes + kScaleBytes;
 #pragma unroll
@@ -212,10 +239,10 @@ struct OperandsFp4 {
       for (i32 m = 0; m < Warp::kFragsM; ++m) {
 #pragma unroll
         for (i32 i = 0; i < 2; ++i) {
-          formats::widen_e2m1x8(word == 0 ? codes[m][i].x : codes[m][i].y, multipliers[m][i],
+          formats::widen_e2m1x8(codes[m][i][2 * window_in_span + word], multipliers[m][i],
                                 pairs[m][i]);
           if constexpr (kRare) {
-            const u32 rare = Scale::rare_multiplier(scales[m].bytes[i][window]);
+            const u32 rare = Scale::rare_multiplier(scales[m].bytes[i][span]);
 #pragma unroll
             for (u32& pair : pairs[m][i]) pair = formats::mul_bf16x2(pair, rare);
           }

@@ -9,10 +9,10 @@
 
 #include "common/types.cuh"
 #include "formats/e2m1.cuh"
+#include "gemm/codes_fp4.cuh"
 #include "gemm/feed_wgmma.cuh"
 #include "gemm/product_widths.cuh"
 #include "gemm/scheduler.cuh"
-#include "gemm/stage_fp4.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -45,80 +45,19 @@ struct ProductsFp4 {
   };
   using Fragments = u32[4][4];  // of the four products of a unit and window
 
-  // What a thread has of a unit: of rows g and g + 8 eight bytes of codes, and their scale.
-  struct Codes {
-    uint2 words[2];
-    u32 scales[2];
-  };
+  // All windows of a span are loaded at once where a thread has registers for them beside
+  // accumulators, fragments and what widening takes.
+  using Codes = CodesFp4<Config, kGroupRows>;
+  static constexpr i32 kSpareRegisters = Feed::kConsumerRegisters - kFragsM * (kTileN / 2 + 16);
+  static constexpr i32 kLoadedWindows = kSpareRegisters >= 72 ? Codes::kSpanWindows : 1;
+  using Loaded = typename Codes::template Loaded<kLoadedWindows>;
 
-  // Offsets in a stage of what a thread reads.
-  struct Place {
-    i32 codes;
-    i32 scales;
-    i32 group_scales;  // of 64 or 128 rows, spread over a warp
-
-    // The scales of a tile of 64 rows are in one half of theirs.
-    __device__ Place(const Tile& tile, i32 group) {
-      const i32 scaled_row = tile.m_tile * Config::kTileM % Stage::kScaleTileRows;
-      const i32 lane = static_cast<i32>(threadIdx.x) % 32;
-      const i32 warp = static_cast<i32>(threadIdx.x) / 32 % 4;
-      const i32 row = group * kGroupRows + 16 * warp + lane / 4;
-      const i32 column = lane % 4 * 16 / Scale::kBlock;
-      codes = row * Stage::kBoxRowBytes + lane % 4 * 8;
-      scales = Stage::kCodeBytes + scale_row(scaled_row + row) + column;
-      group_scales = Stage::kCodeBytes + scale_row(scaled_row + group * kGroupRows) + lane * 16;
-    }
-
-    // Of the scales of a row in the first tile that has it.
-    __device__ static i32 scale_row(i32 row) {
-      constexpr i32 kRows = Stage::kScaleTileRows;
-      return row / kRows * (Stage::kScaleTiles * Stage::kScaleTileBytes) + row % 32 * 16 +
-             row % kRows / 32 * 4;
-    }
-  };
-
-  // A unit of a stage, counted window by window.
-  __device__ __forceinline__ static Codes load(const u8* stage, const Place& place, i32 unit) {
-    const i32 window = unit / kFragsM;
-    const i32 first_row = unit % kFragsM * 64;
-    const u8* codes = stage + place.codes + window / 2 * Stage::kBoxBytes + window % 2 * 32;
-    const i32 column = window * Stage::kWindow / Scale::kBlock;
-    const u8* scales = stage + place.scales + column / 4 * Stage::kScaleTileBytes + column % 4;
-    Codes result;
-#pragma unroll
-    for (i32 i = 0; i < 2; ++i) {
-      const i32 row = first_row + 8 * i;
-      result.words[i] = *reinterpret_cast<const uint2*>(codes + row * Stage::kBoxRowBytes);
-      result.scales[i] = scales[Place::scale_row(row)];
-    }
-    return result;
-  }
-
-  // Whether a stage may have scales that need a second multiplier. All warps of a group look at all
-  // scales of the group, so that they agree.
-  __device__ __forceinline__ static bool any_rare(const u8* stage, const Place& place) {
-    if constexpr (Scale::kHasRare) {
-      u32 bits = 0;
-#pragma unroll
-      for (i32 tile = 0; tile < Stage::kScaleTiles; ++tile) {
-        const u8* scales = stage + place.group_scales + tile * Stage::kScaleTileBytes;
-        if constexpr (kGroupRows == 64) {
-          const uint2 words = *reinterpret_cast<const uint2*>(scales);
-          bits |= words.x | words.y;
-        } else {
-          const uint4 words = *reinterpret_cast<const uint4*>(scales);
-          bits |= words.x | words.y | words.z | words.w;
-        }
-      }
-      return __any_sync(~0u, Scale::rare_bits(bits) != 0);
-    }
-    return false;
-  }
-
-  // Fragments of a part of a window.
-  template <bool kRare, i32 kNumParts>
-  __device__ __forceinline__ static void widen(const Codes& codes, i32 part, Fragments& a) {
-    u32 scales[2] = {codes.scales[0], codes.scales[1]};
+  // Fragments of a part of one of the windows that were loaded.
+  template <bool kRare, i32 kNumParts, i32 kNumWindows>
+  __device__ __forceinline__ static void widen(
+      const typename Codes::template Loaded<kNumWindows>& loaded, i32 window, i32 part,
+      Fragments& a) {
+    u32 scales[2] = {loaded.scales[0], loaded.scales[1]};
     u32 second[2];
     if constexpr (kRare) {
 #pragma unroll
@@ -135,7 +74,7 @@ struct ProductsFp4 {
       for (i32 word = 0; word < 2; ++word) {
         if (word * kNumParts / 2 != part) continue;
         u32 pairs[4];
-        formats::widen_e2m1x8(word == 0 ? codes.words[i].x : codes.words[i].y, first[i], pairs);
+        formats::widen_e2m1x8(loaded.words[i][2 * window + word], first[i], pairs);
 #pragma unroll
         for (i32 j = 0; j < 4; ++j) {
           if constexpr (kRare) pairs[j] = formats::mul_bf16x2(pairs[j], second[i]);
@@ -174,19 +113,20 @@ struct ProductsFp4 {
     }
   }
 
-  // A whole window, by one of some widths. Before the last part is issued the products of earlier
-  // windows have ended.
+  // One of the windows that were loaded, by one of some widths. Before the last part is issued the
+  // products of earlier windows have ended.
   template <i32 kFirst, i32 kLast, typename Release>
-  __device__ __forceinline__ static void multiply_window(const Codes (&codes)[kFragsM], u64 tokens,
-                                                         i32 num_columns, Fragments (&a)[kFragsM],
-                                                         Accumulators& acc,
+  __device__ __forceinline__ static void multiply_window(const Loaded (&loaded)[kFragsM],
+                                                         i32 window, u64 tokens, i32 num_columns,
+                                                         Fragments (&a)[kFragsM], Accumulators& acc,
                                                          Release release_before) {
 #pragma unroll
     for (i32 part = 0; part < kParts; ++part) {
       ptx::wgmma_wait_group<kParts - 1>();
       if (part == kParts - 1) release_before();
 #pragma unroll
-      for (i32 m = 0; m < kFragsM; ++m) widen<false, kParts>(codes[m], part, a[m]);
+      for (i32 m = 0; m < kFragsM; ++m)
+        widen<false, kParts, kLoadedWindows>(loaded[m], window, part, a[m]);
       with_narrowest<kFirst, kLast>(num_columns, [&](auto width) {
         issue<width.kColumns, kFragsM, kParts>(a, tokens, part, acc);
       });
@@ -196,7 +136,7 @@ struct ProductsFp4 {
   // Whole stages up to one that needs care, by one of some widths. A stage is left while the next
   // one is multiplied.
   template <i32 kFirst, i32 kLast>
-  __device__ __forceinline__ static void multiply_stages(Smem& smem, Ring& ring, const Place& place,
+  __device__ __forceinline__ static void multiply_stages(Smem& smem, Ring& ring, const Codes& codes,
                                                          const ptx::Swizzle128Operand& tokens,
                                                          i32& num_windows, i32 num_columns,
                                                          Accumulators& acc) {
@@ -208,16 +148,21 @@ struct ProductsFp4 {
       __syncwarp();  // here, not at the release: the compiler may not move loads across it
       const u8* stage = smem.weights[ring.slot];
       const ptx::Swizzle128Operand rows = tokens.at(ring.slot * sizeof(smem.tokens[0]));
-      if (any_rare(stage, place)) break;
+      if (codes.any_rare(stage)) break;
 #pragma unroll
-      for (i32 window = 0; window < Stage::kWindows; ++window) {
-        Codes codes[kFragsM];
+      for (i32 first = 0; first < Stage::kWindows; first += kLoadedWindows) {
+        Loaded loaded[kFragsM];
 #pragma unroll
-        for (i32 m = 0; m < kFragsM; ++m) codes[m] = load(stage, place, window * kFragsM + m);
-        const u64 descriptor = rows.descriptor(window * Feed::kTokenWindowBytes);
-        multiply_window<kFirst, kLast>(codes, descriptor, num_columns, a, acc, [&] {
-          if (window == 0 && before >= 0) Feed::release(smem, before);
-        });
+        for (i32 m = 0; m < kFragsM; ++m) {
+          loaded[m] = codes.template load<kLoadedWindows>(stage, first, m);
+        }
+#pragma unroll
+        for (i32 i = 0; i < kLoadedWindows; ++i) {
+          const u64 descriptor = rows.descriptor((first + i) * Feed::kTokenWindowBytes);
+          multiply_window<kFirst, kLast>(loaded, i, descriptor, num_columns, a, acc, [&] {
+            if (first + i == 0 && before >= 0) Feed::release(smem, before);
+          });
+        }
       }
       before = ring.slot;
       ring.advance();
@@ -228,7 +173,7 @@ struct ProductsFp4 {
   }
 
   // Any stage, of which only the first windows lie in K.
-  __device__ static void multiply_carefully(const u8* stage, const Place& place,
+  __device__ static void multiply_carefully(const u8* stage, const Codes& codes,
                                             const ptx::Swizzle128Operand& tokens, i32 num_windows,
                                             i32 num_columns, Accumulators& acc) {
 #pragma unroll 1
@@ -237,7 +182,7 @@ struct ProductsFp4 {
 #pragma unroll
       for (i32 m = 0; m < kFragsM; ++m) {
         Fragments a;
-        widen<Scale::kHasRare, 1>(load(stage, place, window * kFragsM + m), 0, a);
+        widen<Scale::kHasRare, 1, 1>(codes.template load<1>(stage, window, m), 0, 0, a);
         with_narrowest(num_columns, [&](auto width) {
           issue<width.kColumns, 1, 1>(&a, descriptor, 0, acc + m);
         });
@@ -251,23 +196,23 @@ struct ProductsFp4 {
   __device__ __forceinline__ static void multiply(Smem& smem, Ring& ring, const Tile& tile,
                                                   i32 group, i32 num_windows, Accumulators& acc) {
     const ptx::Swizzle128Operand tokens(smem.tokens[0]);
-    const Place place(tile, group);
+    const Codes codes(tile, group);
 #pragma unroll
     for (i32 i = 0; i < kFragsM * kTileN / 2; ++i) (&acc[0][0][0])[i] = 0.0f;
     while (num_windows > 0) {
       if constexpr (kFewUnits) {
         with_narrowest(tile.num_rows, [&](auto width) {
           constexpr i32 kIndex = width.kIndex;
-          multiply_stages<kIndex, kIndex>(smem, ring, place, tokens, num_windows, tile.num_rows,
+          multiply_stages<kIndex, kIndex>(smem, ring, codes, tokens, num_windows, tile.num_rows,
                                           acc);
         });
       } else {
-        multiply_stages<0, kNumWidths - 1>(smem, ring, place, tokens, num_windows, tile.num_rows,
+        multiply_stages<0, kNumWidths - 1>(smem, ring, codes, tokens, num_windows, tile.num_rows,
                                            acc);
       }
       if (num_windows <= 0) break;
       ptx::mbarrier_wait_parity(&smem.full[ring.slot], ring.parity);
-      multiply_carefully(smem.weights[ring.slot], place,
+      multiply_carefully(smem.weights[ring.slot], codes,
                          tokens.at(ring.slot * sizeof(smem.tokens[0])),
                          min(num_windows, Stage::kWindows), tile.num_rows, acc);
       num_windows -= Stage::kWindows;

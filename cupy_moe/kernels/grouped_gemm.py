@@ -61,6 +61,7 @@ PARAMS = ParamLayout(
     ("k", "i32"),
     ("token_pitch", "i32"),
     ("output_pitch", "i32"),
+    ("first_feature", "i32"),
     ("weight_block_shift", "i32"),
     ("top_k", "i32"),
     ("token_scales_are_f32", "i32"),

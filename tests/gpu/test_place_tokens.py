@@ -68,13 +68,14 @@ class Case:
 # --- expected -------------------------------------------------------------------------------------
 
 
-def in_k_order(rows: np.ndarray) -> np.ndarray:
+def in_k_order(rows: np.ndarray, block: int) -> np.ndarray:
     """Rows (T, H) of BF16 in the order in which the main loop of FP4 weights walks K.
 
-    Element 16 q + 8 e + 4 h + 2 a + b of a window of 64, where a lane q has pairs h = 0, 1.
+    Element (block q + 8 e + 4 h + 2 a + b) of a span of four blocks of scales, the q-th of which a
+    lane q owns, in pairs h = 0, 1.
     """
-    windows = rows.reshape(len(rows), -1, 4, 2, 2, 2, 2)  # q, e, h, a, b
-    return np.ascontiguousarray(windows.transpose(0, 1, 3, 5, 6, 2, 4)).reshape(rows.shape)
+    spans = rows.reshape(len(rows), -1, 4, block // 8, 2, 2, 2)  # q, e, h, a, b
+    return np.ascontiguousarray(spans.transpose(0, 1, 3, 5, 6, 2, 4)).reshape(rows.shape)
 
 
 def rows_as_read(case: Case) -> np.ndarray:
@@ -83,11 +84,11 @@ def rows_as_read(case: Case) -> np.ndarray:
     if case.moe_format is MoeFormat.Fp8:
         return hidden
     if case.moe_format is MoeFormat.Bf16:
-        return in_k_order(hidden.view(np.uint16)).view(np.uint8)
+        return in_k_order(hidden.view(np.uint16), 32).view(np.uint8)
     is_nvfp4 = case.moe_format is MoeFormat.Nvfp4
     with np.errstate(over="ignore"):  # which is infinity
         values = (dequantize_nvfp4 if is_nvfp4 else dequantize_mxfp8)(hidden, scales)
-    return in_k_order(encode_bf16(values)).view(np.uint8)
+    return in_k_order(encode_bf16(values), 16 if is_nvfp4 else 32).view(np.uint8)
 
 
 def expected(case: Case, places: np.ndarray | None) -> np.ndarray:
