@@ -39,7 +39,7 @@ struct Params {
   i32 k;
   i32 token_pitch;         // bytes between rows of tokens
   i32 output_pitch;        // bytes between rows of the output
-  i32 first_feature;       // of them that the weights belong to
+  i32 first_feature;       // of an output row, of what these weights make
   i32 weight_block_shift;  // of a block of K there are 1 << that many bytes in a row; FP4 only
   i32 top_k;
   i32 token_scales_are_f32;

@@ -45,7 +45,7 @@ struct ProductsFp4 {
   };
   using Fragments = u32[4][4];  // of the four products of a unit and window
 
-  // All windows of a span are loaded at once where a thread has registers for them beside
+  // All windows of a span are loaded at once where a thread has registers for that beside
   // accumulators, fragments and what widening takes.
   using Codes = CodesFp4<Config, kGroupRows>;
   static constexpr i32 kSpareRegisters = Feed::kConsumerRegisters - kFragsM * (kTileN / 2 + 16);

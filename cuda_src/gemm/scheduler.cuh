@@ -134,8 +134,8 @@ struct TileQueue {
     ++at.count;
   }
 
-  // By kReadingWarps whole warps. False after the last tile. In terms that let the compiler
-  // see that lanes agree: descriptors of operands then take uniform registers.
+  // By kReadingWarps whole warps. False after the last tile. In terms that let the compiler see
+  // that lanes agree: descriptors of operands then take uniform registers.
   __device__ bool pop(Cursor& at, Tile& tile) {
     wait_for_tile(at);
     tile = tiles[at.slot()];
