@@ -49,7 +49,7 @@ struct FeedWgmma {
   static constexpr i32 kLaunchRegisters = 65536 / (kNumThreads * Config::kMinBlocks) / 8 * 8;
   static constexpr bool kFewRegisters = kLaunchRegisters < 128;
   static constexpr i32 kGatherRegisters =
-      kFewRegisters ? max(32, ceil_div(24 + Config::kTileN / 2, 8) * 8) : 72;
+      kFewRegisters ? max(32, ceil_div(20 + Config::kTileN / 2, 8) * 8) : 72;
   static constexpr i32 kCopyRegisters = kFewRegisters ? 32 : 40;
   static constexpr i32 kProducerRegisters =
       Config::kGatherTokens ? kGatherRegisters : kCopyRegisters;
@@ -231,11 +231,13 @@ struct FeedWgmma {
         const i32 r = min(row + i * kRowsAtOnce, tile.num_rows - 1);
         source[i] = static_cast<u32>(source_row<Config>(p, smem, tile.first_row + r));
       }
-      const u8* column = p.tokens + vector * 16;
       const u32 row_bytes = static_cast<u32>(p.token_pitch);
 #pragma unroll 1
       for (i32 left = num_windows(p); left > 0; left -= kWindows, ring.advance()) {
         ptx::mbarrier_wait_parity(&smem.empty[ring.slot], ring.parity ^ 1);
+        // Made anew: of the registers that are saved here consumers get some.
+        const i32 window = num_windows(p) - left;
+        const u8* column = p.tokens + static_cast<u32>(window * kTokenRowBytes + vector * 16);
         u8* tokens = smem.tokens[ring.slot] + offset;
 #pragma unroll
         for (i32 i = 0; i < kPasses; ++i) {
@@ -248,7 +250,6 @@ struct FeedWgmma {
                                 vectors + w * kTokenRowBytes);
           }
         }
-        column += kWindows * kTokenRowBytes;
         ptx::cp_async_commit_group();
         if (in_flight == kAhead) {
           ptx::cp_async_wait_group<kAhead>();

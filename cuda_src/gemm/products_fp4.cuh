@@ -46,10 +46,11 @@ struct ProductsFp4 {
   using Fragments = u32[4][4];  // of the four products of a unit and window
 
   // All windows of a span are loaded at once where a thread has registers for that beside
-  // accumulators, fragments and what widening takes.
+  // accumulators, fragments and what widening takes; branches on many widths want more of them.
   using Codes = CodesFp4<Config, kGroupRows>;
   static constexpr i32 kSpareRegisters = Feed::kConsumerRegisters - kFragsM * (kTileN / 2 + 16);
-  static constexpr i32 kLoadedWindows = kSpareRegisters >= 72 ? Codes::kSpanWindows : 1;
+  static constexpr i32 kLoadedWindows =
+      kSpareRegisters >= (kNumWidths > 2 ? 72 : 48) ? Codes::kSpanWindows : 1;
   using Loaded = typename Codes::template Loaded<kLoadedWindows>;
 
   // Fragments of a part of one of the windows that were loaded.
