@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import struct
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from pathlib import Path
@@ -266,6 +267,32 @@ PARAMS_SWAPPED = (out_field, in_field, *other_fields)
 def test_params_that_differ_from_the_layout_do_not_compile(fields: Any, message: str) -> None:
     with pytest.raises(KernelCompileError, match=message):
         compile_cubin(ProbeConfig().spec(params=ParamLayout(*fields)), ARCH)
+
+
+@pytest.mark.parametrize(
+    ("x", "counts", "message"),
+    [
+        (("ptr", 3), ("i32", 2), None),
+        (("ptr", 2), ("i32", 2), "Params::x is not the host's .*AnyPointer\\[2\\]"),
+        (("u64", 3), ("i32", 2), "Params::x is not the host's .*u64\\[3\\]"),
+        (("ptr",), ("i32", 2), "Params::x is not the host's .*AnyPointer"),
+        (("ptr", 3), ("u32", 2), "Params::counts is not the host's .*u32\\[2\\]"),
+    ],
+)
+@pytest.mark.usefixtures("nvrtc")
+def test_arrays_in_params_are_checked(
+    x: Any, counts: Any, message: str | None, tmp_path: Path
+) -> None:
+    source = """
+        struct Params { const float* x[3]; cupy_moe::i32 counts[2]; };
+        CUPY_MOE_CHECK_PARAMS(Params);
+        extern "C" __global__ void arrays(const __grid_constant__ Params p) {}
+    """
+    (tmp_path / "arrays.cu").write_text(source)
+    layout = ParamLayout(("x", *x), ("counts", *counts))
+    spec = KernelSpec("arrays", "arrays", (), layout, tmp_path)
+    with pytest.raises(KernelCompileError, match=message) if message else nullcontext():
+        compile_cubin(spec, ARCH)
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -47,6 +47,26 @@ def test_layout_is_that_of_the_c_compiler(kinds: list[str]) -> None:
     assert data == layout.to_bytes(*values)
 
 
+def test_arrays_lie_as_in_c() -> None:
+    layout = ParamLayout(("n", "i32"), ("x", "ptr", 3), ("counts", "i32", 2), ("m", "u32"))
+    fields = [
+        ("n", ctypes.c_int32),
+        ("x", ctypes.c_uint64 * 3),
+        ("counts", ctypes.c_int32 * 2),
+        ("m", ctypes.c_uint32),
+    ]
+    expected = type("Params", (ctypes.Structure,), {"_fields_": fields})
+    assert layout.size == ctypes.sizeof(expected)
+    assert layout.offsets == {name: getattr(expected, name).offset for name, _ in fields}
+    struct_of_c = expected(1, (2, 3, 4), (5, 6), 7)
+    assert layout.to_bytes(1, 2, 3, 4, 5, 6, 7) == bytes(struct_of_c)
+    assert repr(layout).startswith("ParamLayout(('n', 'i32'), ('x', 'ptr', 3), ")
+    with pytest.raises(ValueError, match="takes 7 values, got 4"):
+        layout.pack(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"counts must be i32, got 1\.5"):
+        layout.pack(1, 2, 3, 4, 5, 1.5, 7)
+
+
 def test_tensor_map_is_aligned_to_64_bytes_in_the_struct_and_in_memory() -> None:
     layout = ParamLayout(("n", "i32"), ("map", "tensor_map"), ("m", "i32"))
     assert layout.offsets == {"n": 0, "map": 64, "m": 192}

@@ -25,6 +25,10 @@ template <typename Pointee>
 struct FieldIs<Pointee*, AnyPointer> {
   static constexpr bool kValue = true;
 };
+template <typename Field, typename Kind, i32 kCount>
+struct FieldIs<Field[kCount], Kind[kCount]> : FieldIs<Field, Kind> {};
+template <typename Kind, i32 kCount>
+struct FieldIs<Kind[kCount], Kind[kCount]> : FieldIs<Kind, Kind> {};
 
 }  // namespace cupy_moe
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["BoundLaunch", "Field", "PackedParams", "ParamLayout", "ParamValue", "bind", "enqueue"]
 
 ParamValue: TypeAlias = "int | float | bytes"
+FieldSpec: TypeAlias = "tuple[str, str] | tuple[str, str, int]"
 
 _LAUNCH_CONFIGS = 2048  # prepared configurations kept: kernels x token counts x streams
 
@@ -45,12 +46,13 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One member of the parameter struct."""
+    """One member of the parameter struct: a value, or an array of ``count``."""
 
     name: str
     kind: str
     offset: int
     device_type: str
+    count: int = 1
 
 
 _PACK_ERRORS = (struct.error, OverflowError)  # the second for a float beyond FP32
@@ -79,9 +81,10 @@ class ParamLayout:
 
     Parameters
     ----------
-    *fields : tuple of (name, kind)
-        In the order of the struct. Kinds: ``ptr`` (address), ``i32``, ``u32``, ``i64``, ``u64``,
-        ``f32``, ``tensor_map`` (128 opaque bytes, aligned to 64).
+    *fields : tuple of (name, kind) or (name, kind, count)
+        In the order of the struct; those with a count of values are arrays. Kinds: ``ptr``
+        (address), ``i32``, ``u32``, ``i64``, ``u64``, ``f32``, ``tensor_map`` (128 opaque bytes,
+        aligned to 64).
 
     Attributes
     ----------
@@ -97,7 +100,7 @@ class ParamLayout:
 
     __slots__ = ("_memory_type", "_pack_into", "_struct", "fields", "size")
 
-    def __init__(self, *fields: tuple[str, str]) -> None:
+    def __init__(self, *fields: FieldSpec) -> None:
         self.fields = tuple(_place(fields))
         names = [field.name for field in self.fields]
         if len(set(names)) != len(names):
@@ -105,8 +108,8 @@ class ParamLayout:
         codes, end = [], 0
         for field in self.fields:
             kind = _KINDS[field.kind]
-            codes.append(f"{field.offset - end}x{kind.code}")
-            end = field.offset + kind.size
+            codes.append(f"{field.offset - end}x{kind.code * field.count}")
+            end = field.offset + kind.size * field.count
         alignment = max((_KINDS[field.kind].alignment for field in self.fields), default=1)
         self.size = _align(end, alignment)
         body = "".join([*codes, f"{self.size - end}x"])
@@ -129,7 +132,9 @@ class ParamLayout:
 
     def __repr__(self) -> str:
         """List the fields as they are passed to the constructor."""
-        return f"ParamLayout({', '.join(f'{(f.name, f.kind)}' for f in self.fields)})"
+        counts = [(f.count,) if f.count > 1 else () for f in self.fields]
+        specs = [(f.name, f.kind, *count) for f, count in zip(self.fields, counts, strict=True)]
+        return f"ParamLayout({', '.join(map(str, specs))})"
 
     def to_bytes(self, *values: ParamValue) -> bytes:
         """Bytes of the struct for these field values."""
@@ -144,7 +149,7 @@ class ParamLayout:
         Parameters
         ----------
         *values : int, float or bytes
-            One per field, in order.
+            One per field and element of an array, in order.
 
         Raises
         ------
@@ -161,9 +166,10 @@ class ParamLayout:
         return PackedParams(base + pointer, memory)
 
     def _refusal(self, values: tuple[ParamValue, ...]) -> ValueError:
-        if len(values) != len(self.fields):
-            return ValueError(f"{self!r} takes {len(self.fields)} values, got {len(values)}")
-        for field, value in zip(self.fields, values, strict=True):
+        fields = [field for field in self.fields for _ in range(field.count)]
+        if len(values) != len(fields):
+            return ValueError(f"{self!r} takes {len(fields)} values, got {len(values)}")
+        for field, value in zip(fields, values, strict=True):
             try:
                 struct.pack("=" + _KINDS[field.kind].code, value)
             except _PACK_ERRORS as error:
@@ -171,14 +177,15 @@ class ParamLayout:
         raise AssertionError("every value fits its field")
 
 
-def _place(fields: tuple[tuple[str, str], ...]) -> Iterator[Field]:
+def _place(fields: tuple[FieldSpec, ...]) -> Iterator[Field]:
     end = 0
-    for name, kind in fields:
+    for name, kind, *counts in fields:
         if kind not in _KINDS:
             raise ValueError(f"ParamLayout: {name} must be one of {', '.join(_KINDS)}, got {kind}")
-        offset = _align(end, _KINDS[kind].alignment)
-        yield Field(name, kind, offset, _KINDS[kind].device_type)
-        end = offset + _KINDS[kind].size
+        offset, device_type = _align(end, _KINDS[kind].alignment), _KINDS[kind].device_type
+        count = counts[0] if counts else 1
+        yield Field(name, kind, offset, f"{device_type}[{count}]" if counts else device_type, count)
+        end = offset + _KINDS[kind].size * count
 
 
 def _align(offset: int, alignment: int) -> int:
