@@ -25,6 +25,20 @@
 
 namespace cupy_moe::finalize {
 
+// NOTE: ptxas would spill if warps that have all slots kept it from a token's begin on.
+constexpr bool kKeepsIndex = kGroups > 2;
+
+// A token whose rows were sent: the index of this lane's slot, and the generation of its buffers.
+struct Begun {
+  i32 index;
+  i32 generation;
+};
+
+// Reduced rows that a thread loads at once behind the sums of squares; before, where it finishes
+// few columns and has registers left.
+constexpr bool kLoadsTailAhead = kGroups > 2;
+constexpr i32 kTailSlots = kLoadsTailAhead ? 8 : 1;
+
 // The exchange of a warp with its counterparts on the other ranks.
 struct Exchange : Results {
   uint4* stash;  // shared, [kGroups > 1 ? 2 : 1, top_k, columns of the block] reduced rows
@@ -33,31 +47,32 @@ struct Exchange : Results {
   __device__ Exchange(const Params& params, uint4* rows, RowSums::Storage& sums)
       : Results(params), stash(rows), row_sums(sums) {}
 
-  // Sends what this rank has of a token and counts this launch; returns the generation of its
-  // buffers. The rows are on their way before anything waits for the generation.
-  __device__ i32 begin(i32 token) const {
-    if (kNumPeers == 0) return 0;
-    const bool sends = (p.phases & kSend) && !sends_in_reduce();
+  // Sends what this rank has of a token and counts this launch. The rows are on their way before
+  // anything waits for the generation.
+  __device__ Begun begin(i32 token) const {
+    const i32 index = load_index(token);
+    if (kNumPeers == 0) return {index, 0};
     const bool counts = p.phases == kAllPhases;
     i32* const counters = generations_of(p, token, piece, group);
-    const i32 index = sends ? load_index(token) : -1;
     const i32 generation = counts ? ptx::ld_relaxed_gpu(counters) : 0;
-    if (sends) send(token, index, copies_of(generation).used);
+    if ((p.phases & kSend) && !sends_in_reduce()) send(token, index, copies_of(generation).used);
     __syncwarp();
     if (counts && lane < kCountersPerWarp) {
       counters[lane] = (generation + 1) % lamport::kGenerations;
     }
-    return generation;
+    return {index, generation};
   }
 
-  // A rank that reduces what it sends loads it once.
+  // A warp that reduces all that it sends at once loads it once. One that takes turns has sent all
+  // before: peers would wait for the rows of one turn behind those of another.
   __device__ bool sends_in_reduce() const {
-    return kScheme == FinalizeScheme::EveryRank && p.phases == kAllPhases;
+    return kScheme == FinalizeScheme::EveryRank && p.top_k <= kSlotsInFlight * kGroups &&
+           p.phases == kAllPhases;
   }
 
-  __device__ void reduce_if_owner(i32 token, i32 generation) {
+  __device__ void reduce_if_owner(i32 token, Begun begun) {
     const bool is_owner = !kByToken || owner_of(token) == p.rank;
-    if ((p.phases & kReduce) && is_owner) reduce(token, copies(generation));
+    if ((p.phases & kReduce) && is_owner) reduce(token, begun.index, copies(begun.generation));
   }
 
   __device__ void receive_if_expected(i32 token, i32 generation) {
@@ -75,10 +90,10 @@ struct Exchange : Results {
 
   // --- reduction -------------------------------------------------------------------------------
 
-  __device__ void reduce(i32 token, Copies copies) {
+  __device__ void reduce(i32 token, i32 index, Copies copies) {
     const SlotRange slots = reduced_slots(p, p.rank);
     const Part part(slots.count, group);
-    const i32 index = load_index(token);
+    if (!kKeepsIndex) index = load_index(token);
     const float weight = load_weight(token, slots);
     TailWords norm_weight{};
     if (in_tail) norm_weight = *reinterpret_cast<const TailWords*>(p.norm_weight + tail_column);
@@ -89,10 +104,10 @@ struct Exchange : Results {
       uint4 rows[kSlotsInFlight];
       load_rows(rows, index, slots, first, part.end);
       if (kNumPeers > 0 && sends_in_reduce()) {
-        send_rows(rows, first, part.end, token, copies.used, 0, kNumPeers);
+        send_rows(rows, slots, first, part.end, token, copies.used);
       }
       if (copies.spent >= 0 && in_row) {
-        rearm_rows(first, min(first + kSlotsInFlight, part.end), token, copies.spent);
+        rearm_rows(first, part.end, token, copies.spent);
       }
       if (kNumPeers > 0) {
         add_peers(rows, first, part.end, token, copies.used);
@@ -110,12 +125,20 @@ struct Exchange : Results {
       }
       row_sums.put(squares, first, part.end, piece, lane);
     }
-    row_sums.wait(part.end - part.begin, lane);
-    // NOTE: the arrivals that are waited for order what warps read of each other's rows; racecheck
-    // does not see it.
+    // NOTE: this barrier is enough for the rows of other warps, and the arrivals that are waited
+    // for are for the sums, though racecheck does not see the latter.
+    TailWords words[kTailSlots];
     if constexpr (kGroups > 1) __syncthreads();
+    if constexpr (kLoadsTailAhead) load_tail(words, stashed, 0, slots.count);
+    row_sums.wait(part.end - part.begin, lane);
     float total[kTail] = {};
-    add_normalized(total, slots, stashed, norm_weight, weight);
+    add_normalized(total, words, slots.count, stashed, weight);
+    float gain[kTail];
+    widen(gain, norm_weight);
+#pragma unroll
+    for (i32 j = 0; j < kTail; ++j) {
+      total[j] = fmaf(total[j], gain[j] + p.gain_center, 0.0f);  // no -0.0
+    }
     if (in_tail) {
       // NaN may come of another thread that gave up on its part of the token.
       if (kNumPeers > 0 && total[0] != total[0]) patience.look();
@@ -137,13 +160,12 @@ struct Exchange : Results {
                             i32 copy) {
     constexpr i32 kPeers = max(1, kNumPeers);
     uint4 theirs[kSlotsInFlight * kPeers];
-    const u8* const from = own(rows_at(p, copy, 0, token)) + row_bytes(first);
-    const i64 per_peer = rows_at(p, copy, 1, token) - rows_at(p, copy, 0, token);
+    const u8* const from = received_rows(token, copy, first);
     const i32 expected = in_row ? min(end - first, kSlotsInFlight) * kPeers : 0;
     const i32 missing = lamport::receive<kRowSentinel>(
         theirs, expected, from,
-        [&](i32 i) { return row_bytes(i / kPeers) + i % kPeers * per_peer; }, p.is_polite,
-        patience);
+        [&](i32 i) { return row_bytes(i / kPeers) + i % kPeers * p.rows_sender_bytes; },
+        p.is_polite, patience);
     if (missing >= 0) give_up(p, peer_rank(missing % kPeers, p.rank), token);
 #pragma unroll
     for (i32 i = 0; i < kSlotsInFlight; ++i) {
@@ -186,53 +208,40 @@ struct Exchange : Results {
     }
   }
 
-  // Sum of row * gain * rstd * weight over the slots; the gain of a column is common to all of
-  // them.
-  __device__ void add_normalized(float (&total)[kTail], SlotRange slots, const uint4* stashed,
-                                 const TailWords& norm_weight, float weight) {
-    const i32 num_pieces = ceil_div(p.hidden_size, kColumnsPerWarp);
-    const i32 lanes = RowSums::lanes_per_slot(slots.count);
-    const float sum = row_sums.get(num_pieces, slots.count, lane);
-    const float scales = rsqrtf(sum * p.per_column + p.eps) * weight;
-    const auto* words = reinterpret_cast<const TailWords*>(stashed) + (in_tail ? threadIdx.x : 0);
+  // Reduced rows of slots [first, first + kTailSlots), at this thread's last columns; zeros from
+  // `count` on.
+  __device__ void load_tail(TailWords (&words)[kTailSlots], const uint4* stashed, i32 first,
+                            i32 count) const {
+    const auto* from = reinterpret_cast<const TailWords*>(stashed) + (in_tail ? threadIdx.x : 0);
     const i32 words_of_row = vectors_in_block * kColumns / kTail;
-#pragma unroll 4
-    for (i32 i = 0; i < slots.count; ++i) {
-      const float scale = __shfl_sync(kFullWarp, scales, i * lanes);
-      float x[kTail];
-      widen(x, words[i * words_of_row]);
 #pragma unroll
-      for (i32 j = 0; j < kTail; ++j) total[j] += x[j] * scale;
+    for (i32 i = 0; i < kTailSlots; ++i) {
+      words[i] = {};
+      if (first + i < count) words[i] = from[(first + i) * words_of_row];
     }
-    float gain[kTail];
-    widen(gain, norm_weight);
+  }
+
+  // Sum of row * rstd * weight over the slots.
+  __device__ void add_normalized(float (&total)[kTail], TailWords (&words)[kTailSlots], i32 count,
+                                 const uint4* stashed, float weight) {
+    const i32 num_pieces = ceil_div(p.hidden_size, kColumnsPerWarp);
+    const float sum = row_sums.get(num_pieces, count, lane);
+    const bool has_slot = RowSums::slot_of_lane(count, lane) < count;
+    const float scales = has_slot ? rsqrtf(sum * p.per_column + p.eps) * weight : 0.0f;
+#pragma unroll(kLoadsTailAhead ? 1 : 4)
+    for (i32 first = 0; first < count; first += kTailSlots) {
+      if (!kLoadsTailAhead || first > 0) load_tail(words, stashed, first, count);
 #pragma unroll
-    for (i32 j = 0; j < kTail; ++j) {
-      total[j] = fmaf(total[j], gain[j] + p.gain_center, 0.0f);  // no -0.0
+      for (i32 i = 0; i < kTailSlots; ++i) {
+        const float scale = __shfl_sync(kFullWarp, scales, RowSums::lane_of_slot(count, first + i));
+        float x[kTail];
+        widen(x, words[i]);
+#pragma unroll
+        for (i32 j = 0; j < kTail; ++j) total[j] += x[j] * scale;
+      }
     }
   }
 };
-
-// Tokens are sent one ahead of the reduction, so that the wires are never idle, and results are
-// received two behind it, so that no owner waits for one while others wait for it.
-__device__ void run(const Params& p, uint4* stash, RowSums::Storage& sums) {
-  constexpr i32 kBehind = kScheme == FinalizeScheme::EveryRank ? 0 : 2;
-  Exchange exchange(p, stash, sums);
-  const i32 step = ptx::nclusterid();
-  const i32 first = ptx::clusterid();
-  if (first >= p.num_tokens) return;
-  i32 ahead = exchange.begin(first);
-  i32 generations[kBehind + 1] = {};  // of the token that is reduced and of those behind it
-  for (i32 token = first; token - kBehind * step < p.num_tokens; token += step) {
-#pragma unroll
-    for (i32 i = kBehind; i > 0; --i) generations[i] = generations[i - 1];
-    generations[0] = ahead;
-    if (token + step < p.num_tokens) ahead = exchange.begin(token + step);
-    if (token < p.num_tokens) exchange.reduce_if_owner(token, generations[0]);
-    const i32 behind = token - kBehind * step;
-    if (behind >= first) exchange.receive_if_expected(behind, generations[kBehind]);
-  }
-}
 
 // Waits for the grid before. Blocks of the next one may come early, but on a device of several
 // ranks, where they could take the place of blocks that this rank waits for.
@@ -248,6 +257,30 @@ __device__ void enter(const Params& p, RowSums::Storage& sums) {
   if (is_clustered) ptx::barrier_cluster_wait();
 }
 
+// Tokens are sent one ahead of the reduction, so that the wires are never idle, and results are
+// received two behind it, so that no owner waits for one while others wait for it.
+__device__ void run(const Params& p, uint4* stash, RowSums::Storage& sums) {
+  constexpr i32 kBehind = kScheme == FinalizeScheme::EveryRank ? 0 : 2;
+  Exchange exchange(p, stash, sums);
+  const i32 step = ptx::nclusterid();
+  const i32 first = ptx::clusterid();
+  enter(p, sums);
+  if (first >= p.num_tokens) return;
+  if (kNumPeers > 0) exchange.patience.look();
+  Begun ahead = exchange.begin(first);
+  i32 generations[kBehind + 1] = {};  // of the token that is reduced and of those behind it
+  for (i32 token = first; token - kBehind * step < p.num_tokens; token += step) {
+    const Begun begun = ahead;
+#pragma unroll
+    for (i32 i = kBehind; i > 0; --i) generations[i] = generations[i - 1];
+    generations[0] = begun.generation;
+    if (token + step < p.num_tokens) ahead = exchange.begin(token + step);
+    if (token < p.num_tokens) exchange.reduce_if_owner(token, begun);
+    const i32 behind = token - kBehind * step;
+    if (behind >= first) exchange.receive_if_expected(behind, generations[kBehind]);
+  }
+}
+
 }  // namespace cupy_moe::finalize
 
 namespace cupy_moe {
@@ -256,7 +289,6 @@ extern "C" __global__ void __launch_bounds__(Config::kNumThreads, 1)
     finalize_rmsnorm(const __grid_constant__ Params p) {
   extern __shared__ uint4 stash[];
   __shared__ finalize::RowSums::Storage sums;
-  finalize::enter(p, sums);
   finalize::run(p, stash, sums);
 }
 

@@ -56,7 +56,14 @@ def run_case(case: FinalizeCase, num_calls: int = 4, **options: object) -> np.nd
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 @pytest.mark.parametrize(
     ("num_ranks", "num_tokens", "hidden_size", "top_k"),
-    [(2, 1, 264, 8), (2, 5, 520, 3), (4, 6, 256, 6), (8, 3, 256, 1), (2, 3, 256, 32)],
+    [
+        (2, 1, 264, 8),
+        (2, 5, 520, 3),
+        (4, 6, 256, 6),
+        (8, 3, 256, 1),
+        (8, 9, 64, 11),
+        (2, 3, 256, 32),
+    ],
 )
 def test_every_scheme_and_transport(
     scheme: FinalizeScheme,
@@ -117,7 +124,7 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
 
 
 @SCHEMES
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_warps_that_share_columns_change_no_bit(
     scheme: FinalizeScheme, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,8 +98,9 @@ def test_memory_of_the_default_sizes() -> None:
 
 @pytest.mark.parametrize("hidden_size", [8, 256, 264, 2880, 4096, 7168, 16384])
 @pytest.mark.parametrize("top_k", [1, 8, 32])
-def test_shapes_hold_a_row(hidden_size: int, top_k: int) -> None:
-    shapes = possible_shapes(hidden_size, top_k, SMEM, True)
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_shapes_hold_a_row(num_ranks: int, hidden_size: int, top_k: int) -> None:
+    shapes = possible_shapes(num_ranks, hidden_size, top_k, SMEM, True)
     assert shapes
     for num_blocks, shape in shapes.items():
         of_columns = num_blocks * shape.num_threads // shape.num_groups
@@ -111,20 +112,28 @@ def test_shapes_hold_a_row(hidden_size: int, top_k: int) -> None:
 
 
 def test_largest_row_needs_clusters() -> None:
-    assert min(possible_shapes(MAX_HIDDEN_SIZE, MAX_TOP_K, SMEM, True)) == 8
-    assert not possible_shapes(MAX_HIDDEN_SIZE, MAX_TOP_K, SMEM, False)
-    assert list(possible_shapes(4096, 8, 100 * 1024, False)) == [1]
+    assert min(possible_shapes(2, MAX_HIDDEN_SIZE, MAX_TOP_K, SMEM, True)) == 8
+    assert not possible_shapes(2, MAX_HIDDEN_SIZE, MAX_TOP_K, SMEM, False)
+    assert list(possible_shapes(2, 4096, 8, 100 * 1024, False)) == [1]
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 8), (16, 8), (17, 4), (64, 2), (133, 1)])
 def test_tokens_are_spread_over_the_multiprocessors(tokens: int, blocks: int) -> None:
-    shapes = possible_shapes(4096, 8, SMEM, True)
+    shapes = possible_shapes(2, 4096, 8, SMEM, True)
     assert choose_shape(shapes, tokens, 132).num_blocks == blocks
 
 
 @pytest.mark.parametrize(("tokens", "groups"), [(1, 4), (16, 4), (17, 4), (64, 2), (133, 1)])
 def test_slots_take_the_warps_that_columns_leave(tokens: int, groups: int) -> None:
-    shape = choose_shape(possible_shapes(4096, 8, SMEM, True), tokens, 132)
+    shape = choose_shape(possible_shapes(2, 4096, 8, SMEM, True), tokens, 132)
     assert shape.num_groups == groups
     assert shape.num_threads == min(MAX_THREADS, 4 * 512 // shape.num_blocks)
     assert shape.smem == (2 if groups > 1 else 1) * 8 * 4096 * 2 // shape.num_blocks
+
+
+@pytest.mark.parametrize(("tokens", "groups"), [(1, 8), (16, 8), (17, 4), (64, 2), (133, 1)])
+def test_slots_of_many_ranks_take_more(tokens: int, groups: int) -> None:
+    for num_ranks in (4, 8):
+        shape = choose_shape(possible_shapes(num_ranks, 4096, 8, SMEM, True), tokens, 132)
+        assert shape.num_groups == groups
+        assert shape.num_threads == 512

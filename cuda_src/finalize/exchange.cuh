@@ -17,23 +17,22 @@ struct Params {
   u16* output;             // [num_tokens, hidden_size] bf16
   i32 call;
   i32 rank;
-  u8* own;    // receive buffers of this rank
-  u8* peer0;  // and of the others in order of rank, as this one sees them
-  u8* peer1;
-  u8* peer2;
-  u8* peer3;
-  u8* peer4;
-  u8* peer5;
-  u8* peer6;
-  i32* generations;    // [slot, 64, 4] of this scheme, modulo the copies of the buffers
-  i32* failed;         // [1] whether a wait was ever given up
-  i32* report;         // [8] in host memory, see give_up
-  i64 rows_offset;     // bytes to [3, num_peers, rows_slots, reduced slots, hidden_size] bf16
-  i64 results_offset;  // bytes to [3, senders, results_slots, hidden_size] bf16 or f32
-  i64 row_stride;      // elements
+  u8* rows_from;  // receive buffers of this rank: [3, senders, tokens, reduced slots, hidden_size]
+  u8* results_from;  // bf16, and [3, senders, tokens, hidden_size] bf16 or f32
+  u8* rows_to[7];  // those of the next rank and so on, as this one sees them: its own part of copy
+                   // 0
+  u8* results_to[7];
+  i64 rows_copy_bytes;    // of one of the three copies
+  i64 rows_sender_bytes;  // of one sender in it
+  i64 results_copy_bytes;
+  i64 results_sender_bytes;
+  i32 rows_token_bytes;  // of one token from one sender
+  i32 results_token_bytes;
+  i32* generations;  // [token, 64, 8] of this scheme, modulo the copies of the buffers
+  i32* failed;       // [1] whether a wait was ever given up
+  i32* report;       // [8] in host memory, see give_up
+  i64 row_stride;    // elements
   u64 timeout_ns;
-  i32 rows_slots;
-  i32 results_slots;
   i32 num_rows;
   i32 num_tokens;
   i32 hidden_size;
@@ -67,10 +66,10 @@ constexpr u32 kResultSentinel = kByExpert ? lamport::kF32Sentinel : lamport::kBf
 
 // Warps that share the 256 columns of a piece, each with some of the slots.
 constexpr i32 kGroups = Config::kNumGroups;
-constexpr i32 kMaxGroups = 4;
+constexpr i32 kMaxGroups = 8;
 static_assert(kMaxGroups % kGroups == 0, "counters are divided among the groups");
 
-// Number of a sender among the peers of a receiver, and back.
+// Number of a sender among those of a receiver, and back.
 __device__ __forceinline__ i32 peer_number(i32 sender, i32 receiver) {
   return sender < receiver ? sender : sender - 1;
 }
@@ -78,22 +77,26 @@ __device__ __forceinline__ i32 peer_rank(i32 number, i32 receiver) {
   return number < receiver ? number : number + 1;
 }
 
-__device__ __forceinline__ u8* buffers_of_peer(const Params& p, i32 number) {
-  u8* const all[7] = {p.peer0, p.peer1, p.peer2, p.peer3, p.peer4, p.peer5, p.peer6};
-  u8* found = all[0];
-#pragma unroll
-  for (i32 i = 1; i < kNumPeers; ++i) found = number == i ? all[i] : found;
-  return found;
+// A rank sends to the others in turn, from the next one on: if all had the same order, each would
+// get everything at once. The turn of a receiver:
+__device__ __forceinline__ i32 turn_of(const Params& p, i32 receiver) {
+  if (kNumPeers == 1) return 0;
+  return receiver > p.rank ? receiver - p.rank - 1 : receiver - p.rank - 1 + kNumRanks;
 }
 
 __device__ __forceinline__ i32 owner_of(i32 token) {
   return token % kNumRanks;
 }
 
-// Slots [first, first + count) of a token that a rank reduces.
+// So many slots of a token from `first` on; slot 0 follows the last one.
 struct SlotRange {
   i32 first;
   i32 count;
+
+  __device__ __forceinline__ i32 at(i32 number, i32 top_k) const {
+    const i32 slot = first + number;
+    return kByExpert && slot >= top_k ? slot - top_k : slot;
+  }
 };
 
 // Of so many slots those of one warp among kGroups: [begin, end).
@@ -111,23 +114,29 @@ __device__ __forceinline__ SlotRange reduced_slots(const Params& p, i32 rank) {
   return {first, (rank + 1) * p.top_k / kNumRanks - first};
 }
 
+// Those of other owners, the next rank's first.
+__device__ __forceinline__ SlotRange sent_slots(const Params& p) {
+  if (!kByExpert) return {0, p.top_k};
+  const SlotRange own = reduced_slots(p, p.rank);
+  return {own.first + own.count, p.top_k - own.count};
+}
+
+// The rank whose reduced_slots() have a slot.
+__device__ __forceinline__ i32 owner_of_slot(const Params& p, i32 slot) {
+  return ((slot + 1) * kNumRanks - 1) / p.top_k;
+}
+
 // A token's place in the buffers; under TokenOwner they hold the tokens of one owner only.
 __device__ __forceinline__ i32 slot_of(i32 token) {
   return kByToken ? token / kNumRanks : token;
 }
 
-// Bytes from the start of a receiver's buffers to its first row of a token from peer number
-// `sender`; the next row follows after hidden_size columns.
-__device__ __forceinline__ i64 rows_at(const Params& p, i32 copy, i32 sender, i32 token) {
-  const i32 rows = kByExpert ? ceil_div(p.top_k, kNumRanks) : p.top_k;
-  const i64 slot = static_cast<i64>(copy * kNumPeers + sender) * p.rows_slots + slot_of(token);
-  return p.rows_offset + slot * rows * p.hidden_size * i64{sizeof(u16)};
+// Bytes to the rows of a token in the buffer of a sender, and to its result, finished or a sum.
+__device__ __forceinline__ i64 rows_at(const Params& p, i32 copy, i32 token) {
+  return copy * p.rows_copy_bytes + i64{slot_of(token)} * p.rows_token_bytes;
 }
-
-// Likewise to a finished row or, FP32, a partial sum; a sender of the latter sends to itself, too.
-__device__ __forceinline__ i64 result_at(const Params& p, i32 copy, i32 sender, i32 token) {
-  const i64 slot = static_cast<i64>(copy * kNumSenders + sender) * p.results_slots + slot_of(token);
-  return p.results_offset + slot * p.hidden_size * i64{sizeof(u16)} * kResultVectors;
+__device__ __forceinline__ i64 result_at(const Params& p, i32 copy, i32 token) {
+  return copy * p.results_copy_bytes + i64{slot_of(token)} * p.results_token_bytes;
 }
 
 // Copies of the buffers for a token in this launch: the one in use, and the one that this rank read

@@ -34,7 +34,8 @@ struct Results : Piece {
   __device__ void send_partial(const float (&total)[kTail], i32 token, i32 copy) const {
     if (patience.gave_up()) return;
     constexpr i32 kCount = min(kTail, 4);  // words of an access
-    const i64 offset = result_at(p, copy, p.rank, token) + tail_column * sizeof(float);
+    const i64 offset = result_at(p, copy, token) + tail_column * i64{sizeof(float)};
+    u8* const own = p.results_from + p.rank * p.results_sender_bytes;
 #pragma unroll
     for (i32 first = 0; first < kTail; first += kCount) {
       Words<kCount> words;
@@ -44,8 +45,8 @@ struct Results : Piece {
       }
       const i64 at = offset + first * sizeof(float);
 #pragma unroll
-      for (i32 peer = 0; peer < kNumPeers; ++peer) store(buffers_of_peer(p, peer) + at, words);
-      store(p.own + at, words);
+      for (i32 turn = 0; turn < kNumPeers; ++turn) store(p.results_to[turn] + at, words);
+      store(own + at, words);
     }
   }
 
@@ -53,13 +54,9 @@ struct Results : Piece {
 #pragma unroll
     for (u32& word : words.at) word = lamport::scrubbed<lamport::kBf16Sentinel>(word);
     if (kByToken && !patience.gave_up()) {
+      const i64 at = result_at(p, copy, token) + tail_column * i64{sizeof(u16)};
 #pragma unroll
-      for (i32 peer = 0; peer < kNumPeers; ++peer) {
-        const i32 sender = peer_number(p.rank, peer_rank(peer, p.rank));
-        store(buffers_of_peer(p, peer) + result_at(p, copy, sender, token) +
-                  tail_column * sizeof(u16),
-              words);
-      }
+      for (i32 turn = 0; turn < kNumPeers; ++turn) store(p.results_to[turn] + at, words);
     }
     write_output(words, token, tail_column);  // the bits that the others get
   }
@@ -87,12 +84,12 @@ struct Results : Piece {
     constexpr i32 kVectors = kResultVectors / kReceivers;
     constexpr i32 kCount = (kByExpert ? kNumRanks : 1) * kVectors;
     const i32 sender = kByExpert ? 0 : peer_number(owner_of(token), p.rank);
-    const i64 per_sender = result_at(p, 0, 1, token) - result_at(p, 0, 0, token);
-    const auto buffer = [&](i32 copy) {
-      const i64 widened = (kResultVectors - 1) * column * i64{sizeof(u16)};
-      return own(result_at(p, copy, sender, token)) + widened + 16 * group;
+    u8* const from = p.results_from + sender * p.results_sender_bytes +
+                     kResultVectors * column * i64{sizeof(u16)} + 16 * group;
+    const auto buffer = [&](i32 copy) { return from + result_at(p, copy, token); };
+    const auto offset = [&](i32 i) {
+      return i / kVectors * p.results_sender_bytes + 16 * (i % kVectors);
     };
-    const auto offset = [&](i32 i) { return i / kVectors * per_sender + 16 * (i % kVectors); };
     if (copies.spent >= 0) {
       u8* const spent = buffer(copies.spent);
 #pragma unroll

@@ -119,7 +119,8 @@ class RowSums {
  public:
   // Of two tokens each: a warp may be one ahead of another one that still reads.
   struct Storage {
-    float sums[2][kMaxWarps][kMaxSlots];  // [piece along the row][slot]
+    // [slot][piece along the row]; neighbouring slots lie in other banks.
+    alignas(16) float sums[2][kMaxSlots][kMaxWarps + 16];
     u64 arrived[2];  // with several blocks: all warps of this one, and bytes from all of them
   };
 
@@ -145,7 +146,7 @@ class RowSums {
     const float own = warp_sum_each(x, lane);
     const i32 slot = first + lane / kLanes;
     if (slot >= end) return;
-    float* const to = &storage_.sums[parity_][piece][slot];
+    float* const to = &storage_.sums[parity_][slot][piece];
     if (cluster_size_ == 1) {
       if (lane % kLanes == 0) *to = own;
       return;
@@ -173,12 +174,16 @@ class RowSums {
     ptx::mbarrier_wait_parity_cluster(barrier, phase_);
   }
 
-  // Lane l gets the sum of slot l / lanes_per_slot(), for the token of the last `wait`.
+  // Lane l gets the sum of slot `slot_of_lane(l)`, for the token of the last `wait`.
   __device__ __forceinline__ float get(i32 num_pieces, i32 num_slots, i32 lane) {
-    const i32 lanes = lanes_per_slot(num_slots);
+    const i32 slot = slot_of_lane(num_slots, lane);
+    const i32 lanes = 1 << lanes_per_slot_log2(num_slots);
     float total = 0.0f;
-    for (i32 w = lane % lanes; w < num_pieces; w += lanes) {
-      total += storage_.sums[parity_][w][lane / lanes];
+#pragma unroll 1
+    for (i32 first = 4 * (lane & (lanes - 1)); first < num_pieces; first += 4 * lanes) {
+      const Four four = *reinterpret_cast<const Four*>(&storage_.sums[parity_][slot][first]);
+#pragma unroll
+      for (i32 i = 0; i < 4; ++i) total += first + i < num_pieces ? four.at[i] : 0.0f;
     }
     if (lanes == 4) {
       total += __shfl_xor_sync(kFullWarp, total, 2);
@@ -189,9 +194,21 @@ class RowSums {
     return total;
   }
 
-  __device__ static i32 lanes_per_slot(i32 num_slots) { return num_slots <= 8 ? 4 : 1; }
+  __device__ static i32 slot_of_lane(i32 num_slots, i32 lane) {
+    return lane >> lanes_per_slot_log2(num_slots);
+  }
+  __device__ static i32 lane_of_slot(i32 num_slots, i32 slot) {
+    return slot << lanes_per_slot_log2(num_slots);
+  }
 
  private:
+  struct alignas(16) Four {
+    float at[4];
+  };
+
+  // A shift, as a division takes longer than all the rest of it.
+  __device__ static i32 lanes_per_slot_log2(i32 num_slots) { return num_slots <= 8 ? 2 : 0; }
+
   Storage& storage_;
   i32 cluster_size_;
   i32 parity_ = 0;

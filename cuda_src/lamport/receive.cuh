@@ -12,15 +12,12 @@ namespace cupy_moe::lamport {
 // in time however many tokens it has.
 class Patience {
  public:
-  // Nothing waits for the first load of `failed` before it is asked for.
-  __device__ Patience(u64 timeout_ns, const i32* failed, bool has_peers)
-      : timeout_ns_(timeout_ns), failed_(failed), gave_up_(0) {
-    if (has_peers) look();
-  }
+  __device__ Patience(u64 timeout_ns, const i32* failed)
+      : timeout_ns_(timeout_ns), failed_(failed) {}
 
   __device__ bool gave_up() const { return gave_up_ != 0; }
 
-  // Whether another thread gave up.
+  // Whether another thread gave up; nothing waits for the load before it is asked for.
   __device__ void look() { gave_up_ |= ptx::ld_relaxed_gpu(failed_); }
 
   __device__ bool is_exhausted() {
@@ -43,7 +40,7 @@ class Patience {
   const i32* failed_;
   u32 start_ = 0;
   u32 polls_ = 0;
-  i32 gave_up_;
+  i32 gave_up_ = 0;
 };
 
 // Loads `count` of up to kCount vectors from `from + offset(i)`, again and again those of which a

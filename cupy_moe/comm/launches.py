@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add
 
-from cupy_moe.comm.layout import WorkspaceLayout
+from cupy_moe.comm.layout import WorkspaceLayout, peer_number
 from cupy_moe.comm.residents import count_residents
 from cupy_moe.comm.rules import FinalizeArrays, NormOptions
 from cupy_moe.comm.streams import multiprocessors_of
 from cupy_moe.comm.transport import Step
 from cupy_moe.kernels.finalize_rmsnorm import (
+    MAX_PEERS,
     PARAMS,
     VARYING_PARAMS,
     ClusterShape,
@@ -129,13 +130,16 @@ class _Plan:
     num_clusters: int
 
 
-def device_shapes(device: int, hidden_size: int, top_k: int) -> dict[int, ClusterShape]:
+def device_shapes(
+    device: int, num_ranks: int, hidden_size: int, top_k: int
+) -> dict[int, ClusterShape]:
     """List the clusters of a device that hold a row; none if it cannot run the kernel.
 
     Rows of more than 4096 columns take clusters, which compute capability 9.0 brought.
     """
     has_clusters = compute_capability(device) >= (9, 0)
-    return possible_shapes(hidden_size, top_k, max_shared_memory(device), has_clusters)
+    most = max_shared_memory(device)
+    return possible_shapes(num_ranks, hidden_size, top_k, most, has_clusters)
 
 
 class Launcher:
@@ -165,7 +169,7 @@ class Launcher:
         self._failed = workspace + layout.failed_offset
         self._num_sms = sm_count(device)
         self._has_pdl = compute_capability(device) >= (9, 0)
-        self._shapes = device_shapes(device, layout.hidden_size, layout.top_k)
+        self._shapes = device_shapes(device, layout.num_ranks, layout.hidden_size, layout.top_k)
         if not self._shapes:
             raise NotImplementedError(
                 f"hidden size {layout.hidden_size} with top_k {layout.top_k} needs thread block "
@@ -202,17 +206,20 @@ class Launcher:
             *(0, 0, 0, 0, 0),  # see `Launch.place`
             0,
             self._rank,
-            self._workspace,
-            *step.peers,
+            self._workspace + buffers.rows_offset,
+            self._workspace + buffers.results_offset,
+            *self._destinations(call.scheme, step.peers),
+            buffers.rows_copy_bytes,
+            buffers.rows_sender_bytes,
+            buffers.results_copy_bytes,
+            buffers.results_sender_bytes,
+            buffers.row_group_bytes,
+            buffers.result_bytes,
             self._workspace + buffers.generations_offset,
             self._failed,
             self._report,
-            buffers.rows_offset,
-            buffers.results_offset,
             arrays.row_stride,
             int(call.timeout_s * 1e9),
-            buffers.rows_slots,
-            buffers.results_slots,
             arrays.gemm2.shape[0],
             count,
             layout.hidden_size,
@@ -240,6 +247,26 @@ class Launcher:
         )
         offsets = (0, arrays.weights.itemsize * slots, 4 * slots, 0, 2 * first * layout.hidden_size)
         return Launch(bound, params, offsets if first else None, step.copy)
+
+    def _destinations(self, scheme: FinalizeScheme, peers: Sequence[int]) -> list[int]:
+        """List where rows go and where results go, the next rank's buffers first.
+
+        Parameters
+        ----------
+        scheme : FinalizeScheme
+        peers : sequence of int
+            Addresses of the others' workspaces, in order of rank.
+        """
+        buffers, rank, size = self._buffers[scheme], self._rank, self._layout.num_ranks
+        rows, results = [0] * MAX_PEERS, [0] * MAX_PEERS
+        for turn in range(size - 1):
+            receiver = (rank + 1 + turn) % size
+            address, sender = peers[peer_number(receiver, rank)], peer_number(rank, receiver)
+            rows[turn] = address + buffers.rows_offset + sender * buffers.rows_sender_bytes
+            if scheme is FinalizeScheme.ExpertOwner:
+                sender = rank  # who sends a sum to itself as well
+            results[turn] = address + buffers.results_offset + sender * buffers.results_sender_bytes
+        return rows + results
 
     def _plan(
         self, scheme: FinalizeScheme, num_tokens: int, stream: int, num_sharers: int

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from cupy_moe.kernels.finalize_rmsnorm import MAX_GROUPS, MAX_WARPS, FinalizeScheme
 
-__all__ = ["Buffers", "SchemeLimits", "WorkspaceLayout", "choose_scheme", "default_limits"]
+__all__ = [
+    "Buffers",
+    "SchemeLimits",
+    "WorkspaceLayout",
+    "choose_scheme",
+    "default_limits",
+    "peer_number",
+]
 
 GENERATIONS = 3
 BF16_SENTINEL = 0x80008000  # two of -0.0
@@ -31,12 +38,13 @@ class SchemeLimits:
 
 
 # NOTE: at hidden size 4096 and top-8. Two ranks: measured on two H200, one hop is no slower up to
-# eight tokens and ExpertOwner never the fastest. More ranks: from the bytes sent, not measured.
+# eight tokens and ExpertOwner never the fastest. More ranks: not measured on as many GPUs, but
+# estimated from ranks that share one, with the bytes' time on NVLink added.
 _LIMITS = {
     1: SchemeLimits(1, 0),
     2: SchemeLimits(8, 0),
-    4: SchemeLimits(2, 15),
-    8: SchemeLimits(1, 7),
+    4: SchemeLimits(2, 0),
+    8: SchemeLimits(0, 1),
 }
 
 
@@ -54,6 +62,11 @@ def choose_scheme(num_tokens: int, num_ranks: int, limits: SchemeLimits) -> Fina
     return FinalizeScheme.TokenOwner
 
 
+def peer_number(sender: int, receiver: int) -> int:
+    """Return the number of a rank among the others of a rank, in order of rank."""
+    return sender if sender < receiver else sender - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Buffers:
     """Receive buffers of one scheme; offsets in bytes from the start of the workspace.
@@ -62,12 +75,14 @@ class Buffers:
     ----------
     capacity : int
         Tokens of a launch.
-    rows_offset, rows_slots : int
-        Expert rows, ``[3, peers, rows_slots, reduced slots, hidden_size]`` BF16.
+    rows_offset, rows_senders, rows_slots : int
+        Expert rows, ``[3, rows_senders, rows_slots, reduced slots, hidden_size]`` BF16; each peer
+        is a sender, see `peer_number`.
     row_group_bytes : int
         Of one token's rows from one sender.
-    results_offset, results_slots : int
-        ``[3, senders, results_slots, hidden_size]``, BF16 or FP32.
+    results_offset, results_senders, results_slots : int
+        ``[3, results_senders, results_slots, hidden_size]``, BF16 from every peer, or FP32 from
+        every rank.
     result_bytes : int
         Of one token's result from one sender.
     results_sentinel : int
@@ -78,14 +93,36 @@ class Buffers:
 
     capacity: int
     rows_offset: int
+    rows_senders: int
     rows_slots: int
     row_group_bytes: int
     results_offset: int
+    results_senders: int
     results_slots: int
     result_bytes: int
     results_sentinel: int
     generations_offset: int
     end: int
+
+    @property
+    def rows_sender_bytes(self) -> int:
+        """Bytes of all tokens' rows from one sender."""
+        return self.rows_slots * self.row_group_bytes
+
+    @property
+    def results_sender_bytes(self) -> int:
+        """Bytes of all tokens' results from one sender."""
+        return self.results_slots * self.result_bytes
+
+    @property
+    def rows_copy_bytes(self) -> int:
+        """Bytes of one of the three copies of the rows."""
+        return self.rows_senders * self.rows_sender_bytes
+
+    @property
+    def results_copy_bytes(self) -> int:
+        """Bytes of one of the three copies of the results."""
+        return self.results_senders * self.results_sender_bytes
 
 
 @dataclass(frozen=True)
@@ -129,10 +166,7 @@ class WorkspaceLayout:
     @property
     def staging_bytes(self) -> int:
         """Bytes of what one rank sends to all others in one hop, at most."""
-        hops = [
-            max(b.rows_slots * b.row_group_bytes, b.results_slots * b.result_bytes)
-            for b in self.buffers().values()
-        ]
+        hops = [max(b.rows_sender_bytes, b.results_sender_bytes) for b in self.buffers().values()]
         return max(1, (self.num_ranks - 1) * max(hops))
 
     def fills(self) -> list[tuple[int, int, int]]:
@@ -174,9 +208,11 @@ class WorkspaceLayout:
         return Buffers(
             capacity=capacity,
             rows_offset=start,
+            rows_senders=num_peers,
             rows_slots=slots,
             row_group_bytes=row_group_bytes,
             results_offset=results_offset,
+            results_senders=num_senders,
             results_slots=results_slots,
             result_bytes=result_bytes,
             results_sentinel=F32_SENTINEL if by_expert else BF16_SENTINEL,

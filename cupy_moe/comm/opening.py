@@ -71,6 +71,6 @@ def _unsupported(group: Group, device: int, sizes: WorkspaceSizes) -> str | None
         return None
     if compute_capability(device) < MIN_COMPUTE_CAPABILITY:
         return f"the GPU of cuda:{device}"
-    if not device_shapes(device, sizes.hidden_size, sizes.top_k):
+    if not device_shapes(device, group.size, sizes.hidden_size, sizes.top_k):
         return f"hidden size {sizes.hidden_size} with top_k {sizes.top_k} on cuda:{device}"
     return None

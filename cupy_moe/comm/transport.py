@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeAlias
 
 from cupy_moe.comm.groups import Group
-from cupy_moe.comm.layout import WorkspaceLayout
+from cupy_moe.comm.layout import WorkspaceLayout, peer_number
 from cupy_moe.kernels.finalize_rmsnorm import MAX_PEERS, FinalizeScheme, Phases
 from cupy_moe.runtime.array_ref import Library
 from cupy_moe.runtime.devices import device_guard
@@ -219,7 +219,7 @@ class NcclTransport(Transport):
         """Workspaces that have their buffer for this rank's data in the staging memory."""
         addresses = []
         for number, receiver in enumerate(self._peers):
-            sender = self._rank if by_rank or self._rank < receiver else self._rank - 1
+            sender = self._rank if by_rank else peer_number(self._rank, receiver)
             addresses.append(self._staging.address + number * size - offset - sender * size)
         return _padded(addresses)
 

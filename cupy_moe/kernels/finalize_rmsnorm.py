@@ -28,6 +28,7 @@ __all__ = [
     "Phases",
     "all_finalize_rmsnorm_configs",
     "choose_shape",
+    "max_groups",
     "possible_shapes",
     "schemes_of",
 ]
@@ -41,9 +42,8 @@ COLUMNS_PER_WARP = 256
 MAX_WARPS = MAX_HIDDEN_SIZE // COLUMNS_PER_WARP
 MAX_THREADS = 512
 VECTOR_BYTES = 16  # eight columns
-STATIC_SMEM = 2 * MAX_WARPS * MAX_TOP_K * 4 + 16
-GROUPS = (1, 2, 4)  # of warps that share columns; eight are no faster (two H200)
-MAX_GROUPS = max(GROUPS)
+STATIC_SMEM = 2 * MAX_TOP_K * (MAX_WARPS + 16) * 4 + 16
+MAX_GROUPS = 8  # of warps that share columns
 
 
 class FinalizeScheme(Enum):
@@ -71,17 +71,21 @@ PARAMS = ParamLayout(
     ("output", "ptr"),
     ("call", "i32"),
     ("rank", "i32"),
-    ("own", "ptr"),
-    *((f"peer{number}", "ptr") for number in range(MAX_PEERS)),
+    ("rows_from", "ptr"),
+    ("results_from", "ptr"),
+    ("rows_to", "ptr", MAX_PEERS),
+    ("results_to", "ptr", MAX_PEERS),
+    ("rows_copy_bytes", "i64"),
+    ("rows_sender_bytes", "i64"),
+    ("results_copy_bytes", "i64"),
+    ("results_sender_bytes", "i64"),
+    ("rows_token_bytes", "i32"),
+    ("results_token_bytes", "i32"),
     ("generations", "ptr"),
     ("failed", "ptr"),
     ("report", "ptr"),
-    ("rows_offset", "i64"),
-    ("results_offset", "i64"),
     ("row_stride", "i64"),
     ("timeout_ns", "u64"),
-    ("rows_slots", "i32"),
-    ("results_slots", "i32"),
     ("num_rows", "i32"),
     ("num_tokens", "i32"),
     ("hidden_size", "i32"),
@@ -120,8 +124,17 @@ def all_finalize_rmsnorm_configs() -> list[FinalizeRmsnormConfig]:
         FinalizeRmsnormConfig(scheme, num_ranks, num_groups)
         for num_ranks in RANKS
         for scheme in schemes_of(num_ranks)
-        for num_groups in GROUPS
+        for num_groups in (1, 2, 4, 8)
+        if num_groups <= max_groups(num_ranks)
     ]
+
+
+def max_groups(num_ranks: int) -> int:
+    """Return how many warps may share columns: rows of many ranks take longer than what it costs.
+
+    Eight are slower than four with one or two ranks, faster with more (H200).
+    """
+    return 4 if num_ranks <= 2 else MAX_GROUPS
 
 
 def schemes_of(num_ranks: int) -> tuple[FinalizeScheme, ...]:
@@ -151,7 +164,7 @@ class ClusterShape:
 
 
 def possible_shapes(
-    hidden_size: int, top_k: int, max_shared_memory: int, has_clusters: bool
+    num_ranks: int, hidden_size: int, top_k: int, max_shared_memory: int, has_clusters: bool
 ) -> dict[int, ClusterShape]:
     """Clusters that hold a row of ``hidden_size``, by number of blocks.
 
@@ -167,7 +180,7 @@ def possible_shapes(
             break
         of_columns = 32 * -(-num_warps // num_blocks)
         rows = top_k * of_columns * VECTOR_BYTES
-        groups = MAX_GROUPS
+        groups = max_groups(num_ranks)
         while groups > 1 and (
             groups > top_k or of_columns * groups > MAX_THREADS or 2 * rows > most
         ):

@@ -10,7 +10,6 @@ extern "C" void launch(const char* params, int num_blocks, int num_threads, int 
   emulator::launch(num_blocks, num_threads, cluster_size, sizeof(Sums) + smem, [&](char* shared) {
     auto* stash = reinterpret_cast<uint4*>(shared + sizeof(Sums));
     auto& sums = *reinterpret_cast<Sums*>(shared);
-    finalize::enter(p, sums);
     finalize::run(p, stash, sums);
   });
 }
