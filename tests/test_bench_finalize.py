@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cupy_moe.bench import finalize, finalize_ranks
-from cupy_moe.bench.finalize_ranks import FinalizeRow, floor_us, sent_bytes
+from cupy_moe.bench.finalize_ranks import FinalizeJob, FinalizeRow, busiest_bytes, floor_us
 from cupy_moe.bench.finalize_schemes import switch_points
 from cupy_moe.cli.bench_finalize import finalize_table, switch_lines
 from cupy_moe.comm.layout import SchemeLimits
@@ -22,9 +22,17 @@ from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
     [(2, 49_152, 36_864), (4, 98_304, 55_296), (8, 172_032, 64_512)],
 )
 def test_bytes_of_a_token(num_ranks: int, by_expert: int, by_token: int) -> None:
-    assert sent_bytes(FinalizeScheme.ExpertOwner, num_ranks, 1) == by_expert
-    assert sent_bytes(FinalizeScheme.TokenOwner, num_ranks, 1) == by_token
-    assert sent_bytes(FinalizeScheme.EveryRank, num_ranks, 1) == 65_536 * (num_ranks - 1)
+    assert busiest_bytes(FinalizeScheme.ExpertOwner, num_ranks, 1) == by_expert
+    assert busiest_bytes(FinalizeScheme.TokenOwner, num_ranks, 16) == 16 * by_token
+    assert busiest_bytes(FinalizeScheme.EveryRank, num_ranks, 1) == 65_536 * (num_ranks - 1)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_tokens", "kib"),
+    [(2, 1, 64), (4, 1, 192), (8, 1, 448), (8, 4, 472), (8, 12, 976), (8, 7, 496)],
+)
+def test_owners_of_tokens_receive_at_once(num_ranks: int, num_tokens: int, kib: int) -> None:
+    assert busiest_bytes(FinalizeScheme.TokenOwner, num_ranks, num_tokens) == kib * 1024
 
 
 def test_floor_has_a_way_for_every_hop() -> None:
@@ -116,4 +124,4 @@ def test_ranks_without_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setattr(finalize_ranks, "init_tp_moe_finalize_rmsnorm", lambda **sizes: False)
     with pytest.raises(RuntimeError, match="not supported"):
-        finalize_ranks.measure_rank([1], 1)
+        finalize_ranks.measure_rank(FinalizeJob((1,), 1))

@@ -11,31 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from cupy_moe.bench.finalize_contenders import no_multicast
-from cupy_moe.bench.finalize_ranks import FinalizeRow, measure_rank
+from cupy_moe.bench.finalize_ranks import FinalizeJob, FinalizeRow, measure_rank
 from cupy_moe.kernels.finalize_rmsnorm import RANKS
 
 __all__ = ["measure_finalize"]
 
-_TIMEOUT_S = 600
+_TIMEOUT_S = 300
 _POLL_S = 1.0
 
 
-def measure_finalize(
-    tokens: Sequence[int],
-    replays: int,
-    *,
-    schemes: bool = False,
-    ranks: Sequence[int] | None = None,
-) -> list[FinalizeRow]:
+def measure_finalize(job: FinalizeJob, ranks: Sequence[int] | None = None) -> list[FinalizeRow]:
     """Measure ranks with a GPU each, or as one rank of ``torchrun``.
 
     Parameters
     ----------
-    tokens : sequence of int
-    replays : int
-        Of every graph; the median counts.
-    schemes : bool
-        Whether to time every scheme besides.
+    job : FinalizeJob
     ranks : sequence of int, optional
         Sizes of groups, one after another; default: as many as there are GPUs. Under ``torchrun``
         its world.
@@ -54,7 +44,7 @@ def measure_finalize(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         device = int(os.environ.get("LOCAL_RANK", rank))
-        rows = _run_rank(rank, size, device, "env://", tokens, replays, schemes)
+        rows = _run_rank(rank, size, device, "env://", job)
         return rows if rank == 0 else []
     import torch
 
@@ -65,30 +55,22 @@ def measure_finalize(
             f"bench finalize needs a GPU for each of {max(2, *sizes)} ranks, found {found}; "
             "several nodes are started by torchrun."
         )
-    return [row for size in sizes for row in _launch(size, tokens, replays, schemes)]
+    return [row for size in sizes for row in _launch(size, job)]
 
 
-def _run_rank(
-    rank: int,
-    size: int,
-    device: int,
-    store: str,
-    tokens: Sequence[int],
-    replays: int,
-    schemes: bool,
-) -> list[FinalizeRow]:
+def _run_rank(rank: int, size: int, device: int, store: str, job: FinalizeJob) -> list[FinalizeRow]:
     import torch
     import torch.distributed as dist
 
     torch.cuda.set_device(device)
     where = torch.device("cuda", device)
     dist.init_process_group("nccl", store, rank=rank, world_size=size, device_id=where)
-    return measure_rank(tokens, replays, schemes=schemes)
+    return measure_rank(job)
 
 
-def _worker(rank: int, size: int, store: str, job: tuple[Any, ...], results: Any) -> None:
+def _worker(rank: int, size: int, store: str, job: FinalizeJob, results: Any) -> None:
     try:
-        rows = _run_rank(rank, size, rank, store, *job)
+        rows = _run_rank(rank, size, rank, store, job)
         results.put((rank, rows, None))
     except BaseException as error:  # the parent must hear of it, whatever it is
         results.put((rank, [], f"{type(error).__name__}: {error}"))
@@ -97,14 +79,13 @@ def _worker(rank: int, size: int, store: str, job: tuple[Any, ...], results: Any
     os._exit(0)  # graphs with NCCL in them make an orderly end slow
 
 
-def _launch(size: int, tokens: Sequence[int], replays: int, schemes: bool) -> list[FinalizeRow]:
+def _launch(size: int, job: FinalizeJob) -> list[FinalizeRow]:
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = (Path(folder) / "store").as_uri()
-        job = (tuple(tokens), replays, schemes)
         processes = [
             context.Process(target=_worker, args=(rank, size, store, job, results))
             for rank in range(size)

@@ -18,7 +18,7 @@ __all__ = [
     "HIDDEN_SIZE",
     "TOP_K",
     "FinalizeProblem",
-    "captured",
+    "captured_on_all",
     "median_replay",
     "no_multicast",
     "num_calls",
@@ -114,7 +114,7 @@ def num_calls(num_tokens: int) -> int:
     return 20 if num_tokens <= 256 else 5
 
 
-def captured(work: Callable[[], None], count: int) -> Any:
+def _captured(work: Callable[[], None], count: int) -> Any:
     """Graph of calls."""
     import torch
 
@@ -129,6 +129,45 @@ def captured(work: Callable[[], None], count: int) -> Any:
         for _ in range(count):
             work()
     return graph
+
+
+def captured_on_all(
+    make: Callable[[], Callable[[], None]], count: int
+) -> tuple[Callable[[], None], Any]:
+    """Make work and capture ``count`` calls of it; what one rank fails at fails on all.
+
+    Parameters
+    ----------
+    make : callable
+        Returns the work.
+    count : int
+
+    Returns
+    -------
+    tuple
+        The work, which owns memory that the graph refers to, and the graph.
+
+    Raises
+    ------
+    RuntimeError
+        Another rank failed: to go on without it would wait for it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    made, failure = None, None
+    try:
+        work = make()
+        made = work, _captured(work, count)
+    except Exception as error:
+        failure = error
+    has_failed = torch.tensor([made is None], dtype=torch.int32, device="cuda")
+    dist.all_reduce(has_failed, dist.ReduceOp.MAX)
+    if failure is not None:
+        raise failure
+    if made is None or has_failed.item():
+        raise RuntimeError("it failed on another rank")
+    return made
 
 
 def median_replay(graph: Any, replays: int) -> float:
@@ -152,7 +191,10 @@ def median_replay(graph: Any, replays: int) -> float:
 
 
 def push_bandwidth(num_bytes: int = 1 << 28) -> float:
-    """Bytes/s of copies into the next rank's memory while it does the same."""
+    """Bytes/s of copies into the next rank's memory while all ranks do the same.
+
+    Every rank has one sender: what several senders to one lose is not in it.
+    """
     import torch
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric
@@ -161,11 +203,12 @@ def push_bandwidth(num_bytes: int = 1 << 28) -> float:
     handle = symmetric.rendezvous(target, dist.group.WORLD.group_name)
     peer = (dist.get_rank() + 1) % dist.get_world_size()
     remote = handle.get_buffer(peer, target.shape, torch.float32)
-    source = torch.zeros_like(target)
-    graph = captured(lambda: remote.copy_(source), 4)
+    source = torch.randn_like(target)
+    _, graph = captured_on_all(lambda: lambda: remote.copy_(source), 4)
     return num_bytes * 4 / (median_replay(graph, 5) * 1e-6)
 
 
 def no_multicast() -> None:
-    """Keep symmetric memory off NVLink multicast, which not every machine grants."""
+    """Keep all contenders off NVLink multicast, which not every machine grants."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

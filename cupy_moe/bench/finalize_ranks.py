@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from cupy_moe.bench.finalize_contenders import (
     HIDDEN_SIZE,
     TOP_K,
     FinalizeProblem,
-    captured,
+    captured_on_all,
     median_replay,
     num_calls,
     push_bandwidth,
@@ -27,10 +27,31 @@ from cupy_moe.comm import (
 from cupy_moe.comm.layout import choose_scheme, default_limits
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
 
-__all__ = ["FinalizeRow", "floor_us", "measure_rank", "sent_bytes"]
+__all__ = ["FinalizeJob", "FinalizeRow", "busiest_bytes", "floor_us", "measure_rank"]
 
 # One way of a store that another GPU polls for, half of a measured round trip between two H200.
 ONE_WAY_US = 0.6
+
+
+@dataclass(frozen=True)
+class FinalizeJob:
+    """What is measured on every rank.
+
+    Attributes
+    ----------
+    tokens : tuple of int
+    replays : int
+        Of every graph; the median counts.
+    schemes : bool
+        Whether to time every scheme besides.
+    transport : str
+        "ipc" or "nccl", see `init_tp_moe_finalize_rmsnorm`.
+    """
+
+    tokens: tuple[int, ...]
+    replays: int
+    schemes: bool = False
+    transport: str = "ipc"
 
 
 @dataclass
@@ -51,35 +72,35 @@ class FinalizeRow:
         return asdict(self)
 
 
-def sent_bytes(scheme: FinalizeScheme, num_ranks: int, num_tokens: int) -> float:
-    """Bytes that a rank sends for a call, rows and results."""
+def busiest_bytes(scheme: FinalizeScheme, num_ranks: int, num_tokens: int) -> int:
+    """Bytes that the busiest rank sends or receives for a call, rows and results."""
     row, peers = 2 * HIDDEN_SIZE, num_ranks - 1
     if scheme is FinalizeScheme.EveryRank:
         return num_tokens * row * TOP_K * peers
-    rows = num_tokens * row * TOP_K * peers / num_ranks
     if scheme is FinalizeScheme.ExpertOwner:
-        return rows + 2 * num_tokens * row * peers
-    return rows + num_tokens * row * peers / num_ranks
+        return num_tokens * row * TOP_K * peers // num_ranks + 2 * num_tokens * row * peers
+
+    def sent_and_received(owned: int) -> tuple[int, int]:
+        others = num_tokens - owned
+        return row * (TOP_K * others + owned * peers), row * (TOP_K * owned * peers + others)
+
+    least, most = num_tokens // num_ranks, -(-num_tokens // num_ranks)
+    return max(*sent_and_received(least), *sent_and_received(most))
 
 
 def floor_us(scheme: FinalizeScheme, num_ranks: int, num_tokens: int, bandwidth: float) -> float:
     """Time of the bytes at a bandwidth in bytes/s, and one way for every hop of the scheme."""
     hops = 1 if scheme is FinalizeScheme.EveryRank else 2
-    return 1e6 * sent_bytes(scheme, num_ranks, num_tokens) / bandwidth + hops * ONE_WAY_US
+    return 1e6 * busiest_bytes(scheme, num_ranks, num_tokens) / bandwidth + hops * ONE_WAY_US
 
 
-def measure_rank(
-    tokens: Sequence[int], replays: int, *, schemes: bool = False
-) -> list[FinalizeRow]:
+def measure_rank(job: FinalizeJob) -> list[FinalizeRow]:
     """Measure on the world of ``torch.distributed``, which must be initialized with NCCL.
 
     Parameters
     ----------
-    tokens : sequence of int
-    replays : int
-        Of every graph.
-    schemes : bool
-        Whether to time every scheme besides.
+    job : FinalizeJob
+        The same one on every rank.
 
     Returns
     -------
@@ -93,8 +114,9 @@ def measure_rank(
     """
     import torch.distributed as dist
 
-    by_scheme = time_schemes(tokens, replays) if schemes else {}
-    if not init_tp_moe_finalize_rmsnorm(max_tokens=max(1024, *tokens)):
+    by_scheme = time_schemes(job.tokens, job.replays, job.transport) if job.schemes else {}
+    most = max(1024, *job.tokens)
+    if not init_tp_moe_finalize_rmsnorm(max_tokens=most, transport=job.transport):
         raise RuntimeError(
             "bench finalize: the operation is not supported by these ranks or their GPUs; a "
             "warning of the logger cupy_moe says why."
@@ -105,12 +127,12 @@ def measure_rank(
         bandwidth = math.nan
     num_ranks = dist.get_world_size()
     rows = []
-    for num_tokens in tokens:
+    for num_tokens in job.tokens:
         scheme = choose_scheme(num_tokens, num_ranks, default_limits(num_ranks))
         floor = floor_us(scheme, num_ranks, num_tokens, bandwidth)
         row = FinalizeRow(num_ranks, num_tokens, scheme.name, floor)
         row.by_scheme = by_scheme.get(num_tokens, {})
-        rows.append(_measure(row, replays))
+        rows.append(_measure(row, job.replays))
     close_tp_moe_finalize_rmsnorm()
     return rows
 
@@ -128,8 +150,7 @@ def _measure(row: FinalizeRow, replays: int) -> FinalizeRow:
     }
     for name, make in contenders.items():
         try:
-            work = make()  # kept: the graph refers to memory that it owns
-            graph = captured(work, count)
+            _kept, graph = captured_on_all(make, count)
         except Exception as error:  # another package's refusal is its result
             row.failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             continue

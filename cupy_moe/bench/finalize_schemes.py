@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from cupy_moe.bench.finalize_contenders import (
     HIDDEN_SIZE,
     TOP_K,
     FinalizeProblem,
-    captured,
+    captured_on_all,
     median_replay,
     num_calls,
 )
@@ -25,7 +26,9 @@ __all__ = ["switch_points", "time_schemes"]
 MOST_TOKENS = {FinalizeScheme.EveryRank: 64, FinalizeScheme.ExpertOwner: 256}
 
 
-def time_schemes(tokens: Sequence[int], replays: int) -> dict[int, dict[str, float]]:
+def time_schemes(
+    tokens: Sequence[int], replays: int, transport: str
+) -> dict[int, dict[str, float]]:
     """Measure on the world of ``torch.distributed``; no other workspace may be open here.
 
     Parameters
@@ -33,6 +36,7 @@ def time_schemes(tokens: Sequence[int], replays: int) -> dict[int, dict[str, flo
     tokens : sequence of int
     replays : int
         Of every graph.
+    transport : str
 
     Returns
     -------
@@ -58,12 +62,14 @@ def time_schemes(tokens: Sequence[int], replays: int) -> dict[int, dict[str, flo
             hidden_size=HIDDEN_SIZE,
             top_k=TOP_K,
             max_tokens=max(measured),
+            transport=transport,
             limits=_limits_of(scheme, max(measured)),
         ) as workspace:
             for num_tokens in measured:
-                work = FinalizeProblem(num_tokens).on_workspace(workspace)
+                make = partial(FinalizeProblem(num_tokens).on_workspace, workspace)
                 count = num_calls(num_tokens)
-                us = median_replay(captured(work, count), replays) / count
+                _, graph = captured_on_all(make, count)
+                us = median_replay(graph, replays) / count
                 workspace.check()  # after a wait that was given up the rest is no work
                 found[num_tokens][scheme.name] = us
     return found

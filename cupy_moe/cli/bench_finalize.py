@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cupy_moe.bench.finalize import measure_finalize
-from cupy_moe.bench.finalize_ranks import FinalizeRow
+from cupy_moe.bench.finalize_ranks import FinalizeJob, FinalizeRow
 from cupy_moe.bench.finalize_schemes import switch_points
 from cupy_moe.cli.output import check_files, write_figures
 from cupy_moe.comm.layout import default_limits
@@ -41,6 +41,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--schemes",
         action="store_true",
         help="time every scheme besides, and say where it pays to change it",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=["ipc", "nccl"],
+        default="ipc",
+        help="how rows get from rank to rank: stores into mapped memory, or messages of NCCL",
     )
 
 
@@ -91,7 +97,8 @@ def run_finalize(args: argparse.Namespace, console: Console) -> int:
     """Run ``bench finalize``; contenders that fail are named and do not change the code."""
     check_files(args)
     require_gpu()
-    rows = measure_finalize(args.tokens, args.replays, schemes=args.schemes, ranks=args.ranks)
+    job = FinalizeJob(tuple(args.tokens), args.replays, args.schemes, args.transport)
+    rows = measure_finalize(job, args.ranks)
     if not rows:
         return 0  # a rank other than the first
     console.print(finalize_table(rows))
