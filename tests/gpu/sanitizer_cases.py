@@ -143,6 +143,7 @@ def main(level: str) -> None:
         finalized(1, 140, 8, 1)
         finalized(2, 2, 4096, 8)
         finalized(4, 9, 264, 3)
+        finalized(8, 3, 520, 11)
     cupy.cuda.Device().synchronize()
     print("CASES DONE")
 

@@ -17,6 +17,7 @@ from cupy_moe.comm.groups import Group, ThreadGroup
 from cupy_moe.comm.layout import SchemeLimits
 from cupy_moe.kernels.finalize_rmsnorm import FinalizeScheme
 from tests.finalize_cases import NAN, golden_case, make_case, tricky_case
+from tests.gpu.finalize_process import random_calls
 from tests.gpu.finalize_ranks import (
     LIMITS,
     GpuRank,
@@ -30,6 +31,7 @@ from tests.gpu.finalize_ranks import (
 pytestmark = pytest.mark.gpu
 
 SCHEMES = pytest.mark.parametrize("scheme", FinalizeScheme, ids=lambda scheme: scheme.name)
+SEVERAL = pytest.mark.parametrize("num_ranks", [2, 4, 8])
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_golden_vectors(scheme: FinalizeScheme, num_ranks: int) -> None:
     check_all(cases, limits=LIMITS[scheme])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@SEVERAL
 def test_golden_vectors_on_green_contexts(num_ranks: int) -> None:
     case = golden_case(num_ranks, "c1")
     with green_streams(num_ranks) as streams:
@@ -102,9 +104,10 @@ def test_a_token_does_not_depend_on_the_batch() -> None:
 
 
 @SCHEMES
+@SEVERAL
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_words_around_the_sentinel(scheme: FinalizeScheme, in_graph: bool) -> None:
-    cases = [tricky_case(2, shift) for shift in range(6)]
+def test_words_around_the_sentinel(scheme: FinalizeScheme, num_ranks: int, in_graph: bool) -> None:
+    cases = [tricky_case(num_ranks, shift) for shift in range(6)]
 
     def work(group: Group) -> None:
         rank = GpuRank(group, cases[0], limits=LIMITS[scheme])
@@ -114,12 +117,13 @@ def test_words_around_the_sentinel(scheme: FinalizeScheme, in_graph: bool) -> No
             case.check(to_bits(out))
         rank.workspace.close()
 
-    run_on_gpu(2, work)
+    run_on_gpu(num_ranks, work)
 
 
-def test_eager_calls_and_graphs_of_one_to_three_calls(cupy: Any) -> None:
+@SEVERAL
+def test_eager_calls_and_graphs_of_one_to_three_calls(num_ranks: int, cupy: Any) -> None:
     limits, sizes = SchemeLimits(2, 5), [1, 3, 9, 2, 6]
-    cases = {t: make_case(2, t, hidden_size=256, seed=t) for t in sizes}
+    cases = {t: make_case(num_ranks, t, hidden_size=256, seed=t) for t in sizes}
     plan = random.Random(3)
     sequence = [plan.choice(["eager", "one", "two", "three"]) for _ in range(40)]
 
@@ -166,11 +170,17 @@ def test_eager_calls_and_graphs_of_one_to_three_calls(cupy: Any) -> None:
             case.check(out.get())
         rank.workspace.close()
 
-    run_on_gpu(2, work)
+    run_on_gpu(num_ranks, work)
+
+
+@SEVERAL
+def test_random_calls(num_ranks: int) -> None:
+    run_on_gpu(num_ranks, partial(random_calls, num_calls=2_500))
 
 
 @SCHEMES
-def test_late_ranks(scheme: FinalizeScheme, cupy: Any) -> None:
+@SEVERAL
+def test_late_ranks(scheme: FinalizeScheme, num_ranks: int, cupy: Any) -> None:
     """Ranks behind kernels that sleep or sweep the L2 cache."""
     sleep = cupy.RawKernel(
         r"""extern "C" __global__ void nap(int microseconds) {
@@ -178,7 +188,7 @@ def test_late_ranks(scheme: FinalizeScheme, cupy: Any) -> None:
         }""",
         "nap",
     )
-    case = make_case(2, 12, hidden_size=1024)
+    case = make_case(num_ranks, 12, hidden_size=1024)
     sleep((1,), (1,), (np.int32(1),))
 
     def work(group: Group) -> None:
@@ -201,7 +211,7 @@ def test_late_ranks(scheme: FinalizeScheme, cupy: Any) -> None:
             case.check(to_bits(out))
         rank.workspace.close()
 
-    run_on_gpu(2, work)
+    run_on_gpu(num_ranks, work)
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -299,19 +309,20 @@ def test_two_groups_of_threads_share_the_gpu(cupy: Any) -> None:
 
 
 @SCHEMES
-def test_a_rank_that_does_not_come(scheme: FinalizeScheme, cupy: Any) -> None:
-    case = make_case(2, 6, hidden_size=1024)
+@SEVERAL
+def test_a_rank_that_does_not_come(scheme: FinalizeScheme, num_ranks: int, cupy: Any) -> None:
+    case = make_case(num_ranks, 6, hidden_size=1024)
 
     def work(group: Group) -> None:
         rank = GpuRank(group, case, limits=LIMITS[scheme], timeout_s=0.3)
         case.check(rank.run(case)[0])
+        arrays, outs = rank.upload(case), [rank.output(case) for _ in range(2)]
         group.barrier()
-        if group.rank == 1:
-            arrays, outs = rank.upload(case), [rank.output(case) for _ in range(2)]
+        if group.rank > 0:
             start = time.monotonic()
             for out in outs:
                 rank.enqueue(case, arrays, out)
-            with pytest.raises(PeerTimeoutError, match="rank 1 waited") as caught:
+            with pytest.raises(PeerTimeoutError, match=f"rank {group.rank} waited") as caught:
                 rank.synchronize()
             assert time.monotonic() - start < 5
             assert (caught.value.call, caught.value.num_tokens) == (2, 6)
@@ -325,7 +336,7 @@ def test_a_rank_that_does_not_come(scheme: FinalizeScheme, cupy: Any) -> None:
         case.check(again.run(case)[0])
         again.workspace.close()
 
-    run_on_gpu(2, work)
+    run_on_gpu(num_ranks, work)
 
 
 @pytest.mark.parametrize("scheme", [FinalizeScheme.TokenOwner, FinalizeScheme.ExpertOwner])
