@@ -1,8 +1,9 @@
 """Element formats on NumPy or CuPy arrays: E4M3, E2M1, UE8M0, BF16, FP4 packing.
 
 Every function runs the same code on both libraries; codes travel as raw bytes (``uint8``, BF16 as
-``uint16``). Encoders work on the FP32 bit patterns, so they do not depend on whether the array
-library flushes subnormals (CuPy's kernels do). All rounding is to nearest, ties to even.
+``uint16``), and decoders take arrays of the types of ``ml_dtypes`` as well. Encoders work on the
+FP32 bit patterns, so they do not depend on whether the array library flushes subnormals (CuPy's
+kernels do). All rounding is to nearest, ties to even.
 
 E4M3 is 1-4-3 with bias 7, without infinity, 448 at most; E2M1 is 1-2-1 with bias 1, 6 at most; a
 UE8M0 byte ``b`` is ``2**(b - 127)``, 0xFF is NaN.
@@ -64,16 +65,33 @@ def as_float32(x: Array) -> Array:
 
     Parameters
     ----------
-    x : array of any real dtype, including ``ml_dtypes.bfloat16``
+    x : array of any real dtype, including those of ``ml_dtypes``
 
     Returns
     -------
     array, same shape, float32 (``x`` itself when it already is)
+
+    Raises
+    ------
+    TypeError
+        It is not numbers, or complex ones.
     """
     x = get_xp(x).asarray(x)
     if x.dtype.name == "bfloat16":
         return decode_bf16(x.view(np.uint16))
+    if x.dtype.kind in "cOSUMm":
+        raise TypeError(f"expected real numbers, got {x.dtype.name}.")
     return x.astype(np.float32, copy=False)
+
+
+def _codes(x: Array, typed: str) -> Array:
+    """Codes as integers, also those of an array of the type that they stand for."""
+    x = get_xp(x).asarray(x)
+    if x.dtype.name == typed:
+        return x.view(f"u{x.dtype.itemsize}")
+    if x.dtype.kind not in "ui":
+        raise TypeError(f"expected codes as integers or {typed}, got {x.dtype.name}.")
+    return x
 
 
 # --- element formats ------------------------------------------------------------------------------
@@ -91,8 +109,8 @@ class Minifloat:
 
     def encode(self, x: Array) -> Array:
         """Saturating round-to-nearest-even codes of FP32 ``x``."""
+        x = as_float32(x)
         xp = get_xp(x)
-        x = xp.asarray(x, dtype=np.float32)
         bits = xp.atleast_1d(x).view(np.uint32)
         magnitude = bits & 0x7FFFFFFF
         drop = 23 - self.mantissa_bits
@@ -134,9 +152,9 @@ _UE8M0_VALUES = np.append(
 ).astype(np.float32)
 
 
-def _lookup(table: np.ndarray[Any, np.dtype[np.float32]], codes: Array) -> Array:
-    xp = get_xp(codes)
-    return xp.asarray(table)[xp.asarray(codes)]
+def _lookup(table: np.ndarray[Any, np.dtype[np.float32]], codes: Array, typed: str) -> Array:
+    codes = _codes(codes, typed)
+    return get_xp(codes).asarray(table)[codes]
 
 
 def encode_e4m3(x: Array) -> Array:
@@ -155,7 +173,7 @@ def encode_e4m3(x: Array) -> Array:
 
 def decode_e4m3(codes: Array) -> Array:
     """FP32 values of E4M3 codes (uint8); 0x7F and 0xFF are NaN."""
-    return _lookup(_E4M3_VALUES, codes)
+    return _lookup(_E4M3_VALUES, codes, "float8_e4m3fn")
 
 
 def encode_e2m1(x: Array) -> Array:
@@ -174,12 +192,12 @@ def encode_e2m1(x: Array) -> Array:
 
 def decode_e2m1(codes: Array) -> Array:
     """FP32 values of E2M1 codes (uint8, 0..15, one per byte)."""
-    return _lookup(_E2M1_VALUES, codes)
+    return _lookup(_E2M1_VALUES, codes, "float4_e2m1fn")
 
 
 def decode_ue8m0(codes: Array) -> Array:
     """FP32 values ``2**(b - 127)`` of UE8M0 bytes; 0 is the subnormal 2**-127, 0xFF is NaN."""
-    return _lookup(_UE8M0_VALUES, codes)
+    return _lookup(_UE8M0_VALUES, codes, "float8_e8m0fnu")
 
 
 def require_blocks(name: str, x: Array, block: int) -> None:
@@ -219,8 +237,8 @@ def encode_bf16(x: Array) -> Array:
     -------
     uint16 array, same shape
     """
+    x = as_float32(x)
     xp = get_xp(x)
-    x = xp.asarray(x, dtype=np.float32)
     bits = xp.atleast_1d(x).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet_nan = (bits >> 16) | 0x40
@@ -230,8 +248,8 @@ def encode_bf16(x: Array) -> Array:
 
 def decode_bf16(codes: Array) -> Array:
     """FP32 values of BF16 bit patterns (uint16)."""
+    codes = _codes(codes, "bfloat16")
     xp = get_xp(codes)
-    codes = xp.asarray(codes, dtype=np.uint16)
     return (xp.atleast_1d(codes).astype(np.uint32) << 16).view(np.float32).reshape(codes.shape)
 
 

@@ -57,6 +57,7 @@ __all__ = [
     "encode_bf16",
     "encode_e2m1",
     "encode_e4m3",
+    "finite_max",
     "fp8_quantize",
     "fp8_scale",
     "get_xp",
@@ -253,6 +254,15 @@ def nvfp4_scale(amax: Array) -> Array:
     return _range_factor(amax, E4M3_MAX * E2M1_MAX)
 
 
+def finite_max(x: Array) -> Array:
+    """Largest finite magnitude of FP32 ``x``, 0 if there is none; an array of shape ()."""
+    xp = get_xp(x)
+    if x.size == 0:
+        return xp.asarray(0, np.float32)
+    magnitude = xp.abs(x)
+    return xp.where(magnitude < np.inf, magnitude, np.float32(0)).max()
+
+
 def _range_factor(amax: Array, largest: float) -> Array:
     xp = get_xp(amax)
     amax = xp.asarray(amax, dtype=np.float32)
@@ -266,7 +276,8 @@ def fp8_quantize(x: Array) -> tuple[Array, Array]:
 
     Parameters
     ----------
-    x : float32 or bfloat16 array of finite values, any shape
+    x : float32 or bfloat16 array, any shape
+        Infinities and NaN have no part in the factor: they stay the trouble of their own elements.
 
     Returns
     -------
@@ -274,8 +285,7 @@ def fp8_quantize(x: Array) -> tuple[Array, Array]:
     g : float32 array of shape (); ``x`` is about ``q / g``
     """
     x = as_float32(x)
-    xp = get_xp(x)
-    g = fp8_scale(xp.abs(x).max() if x.size else xp.float32(0))
+    g = fp8_scale(finite_max(x))
     return encode_e4m3(x * g), g
 
 

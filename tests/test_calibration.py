@@ -76,7 +76,7 @@ def test_calibration_survives_a_saturated_sigmoid(recwarn: pytest.WarningsRecord
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"margin": 0.5}, "margin must be at least 1, got 0.5"),
+        ({"margin": 0.5}, "margin must be at least 1 and finite, got 0.5"),
         ({"activation_type": 5}, "fp8 has no activation_type 5"),
         ({"activation_type": 6, "number_format": "nvfp4"}, "nvfp4 has no activation_type 6"),
         ({"number_format": "mxfp4"}, "number_format must be"),

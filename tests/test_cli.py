@@ -49,7 +49,7 @@ def test_demo_compares_with_the_unquantized_layer(tmp_path: Path) -> None:
 
 def test_demo_refuses_sizes_that_the_layer_cannot_have(tmp_path: Path) -> None:
     text = run("demo", "--hidden", "100", cache=tmp_path, code=1)
-    assert "multiple of 32 rows" in text
+    assert "--hidden must be a multiple of 128, got 100" in text
     assert "Traceback" not in text
 
 

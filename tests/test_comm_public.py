@@ -246,6 +246,26 @@ def test_initialized_for_other_sizes() -> None:
         init(top_k=3)
 
 
+@pytest.mark.parametrize(
+    ("device", "error", "message"),
+    [
+        ("cpu", TypeError, "device must be an integer, got 'cpu'"),
+        (True, TypeError, "device must be an integer, got True"),
+        (1.5, TypeError, "device must be an integer, got 1.5"),
+        (-2, ValueError, "device must be a CUDA ordinal, or -1 for host memory, got -2"),
+    ],
+)
+def test_device_that_is_none(device: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        init(device=device)
+
+
+@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError)])
+def test_groups_of_no_threads(size: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="ThreadGroup: size must be"):
+        ThreadGroup(size)
+
+
 def test_initialized_for_another_device() -> None:
     assert init()
     with pytest.raises(RuntimeError, match="initialized for device -1 already, got 0"):

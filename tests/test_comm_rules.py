@@ -115,6 +115,15 @@ def test_output_over_an_input(name: str) -> None:
         check(**{name: shares, "output": memory[:TOKENS]})
 
 
+@pytest.mark.parametrize("name", ["expert_weights", "expanded_idx_to_permuted_idx"])
+def test_output_over_what_the_slots_have(name: str) -> None:
+    memory = np.zeros((TOKENS, HIDDEN), BF16)
+    dtype = np.float32 if name == "expert_weights" else np.int32
+    shares = memory.reshape(-1)[: TOKENS * TOP_K * 2].view(dtype).reshape(TOKENS, TOP_K)
+    with pytest.raises(ValueError, match=f"output must not overlap {name}"):
+        check(**{name: shares, "output": memory})
+
+
 def test_output_over_the_last_of_rows_that_are_far_apart() -> None:
     memory = np.zeros((ROWS, 4 * HIDDEN), BF16)
     output = memory[ROWS - 2].reshape(4, HIDDEN)[:TOKENS]

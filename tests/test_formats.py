@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import hypothesis.extra.numpy as hnp
 import ml_dtypes
@@ -235,6 +235,27 @@ def test_every_code_survives_a_round_trip(kind: ArrayKind) -> None:
     quiet = bf16[~(np.isnan(formats.decode_bf16(bf16)) & ((bf16 & 0x40) == 0))]
     round_trip = formats.encode_bf16(formats.decode_bf16(kind.make(quiet)))
     np.testing.assert_array_equal(kind.host(round_trip), quiet)
+
+
+def test_decoders_take_the_types_of_their_codes() -> None:
+    codes = {
+        ml_dtypes.float8_e4m3fn: formats.decode_e4m3,
+        ml_dtypes.float8_e8m0fnu: formats.decode_ue8m0,
+        ml_dtypes.bfloat16: formats.decode_bf16,
+    }
+    for dtype, decode in codes.items():
+        width = np.dtype(f"u{np.dtype(dtype).itemsize}")
+        raw = np.arange(1 << (8 * width.itemsize), dtype=width)
+        np.testing.assert_array_equal(decode(raw.view(dtype)), decode(raw))
+        with pytest.raises(TypeError, match=f"codes as integers or {np.dtype(dtype).name}"):
+            decode(np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize("x", [None, "1", [1, 2j]])
+@pytest.mark.parametrize("encode", [formats.encode_e4m3, formats.encode_e2m1, formats.encode_bf16])
+def test_encoders_take_real_numbers(encode: Codec, x: Any) -> None:
+    with pytest.raises(TypeError, match="expected real numbers"):
+        encode(x)
 
 
 any_floats = hnp.arrays(

@@ -302,9 +302,17 @@ def test_options_without_effect(mode: str) -> None:
         {"enable_pdl": True, "tune_max_num_tokens": 1},
         {"routed_scaling_factor": 2.5, **GROUPED},
         {"routing_bias": np.full(EXPERTS, 100.0, BF16), "routing_method_type": 7},
-        {"topk_weights": "not looked at"},
     ):
         assert_bit_equal(run("whole", arguments | options)[0], expected, str(list(options)))
+
+
+def test_logits_leave_ids_and_weights_unread() -> None:
+    logits = np.random.default_rng(0).standard_normal((NUM_TOKENS, EXPERTS)).astype(np.float32)
+    arguments = fp4_arguments("bf16", case_of("bf16"), "whole") | {"routing_input_mode": 0}
+    arguments |= {"routing_logits": logits, "topk_ids": None, "topk_weights": None}
+    (expected,) = run("whole", arguments)
+    unread = {"topk_ids": "not looked at", "topk_weights": "not looked at"}
+    assert_bit_equal(run("whole", arguments | unread)[0], expected, "unread")
 
 
 # --- properties -----------------------------------------------------------------------------------

@@ -275,6 +275,13 @@ RULES = [
         r"routing_logits must be None for routing_input_mode PackedPrecomputed \(1\)",
         WHOLE,
     ),
+    Rule(
+        "weights beside packed ids",
+        zeros("topk_weights", (NUM_TOKENS, 2), np.float32),
+        ValueError,
+        r"topk_weights must be None for routing_input_mode PackedPrecomputed \(1\), .*mode 2",
+        WHOLE,
+    ),
     *(
         Rule(
             f"topk_weights {id}",

@@ -213,6 +213,13 @@ def test_swiglu_step_caps_the_gate_after_the_silu_and_only_from_above() -> None:
     np.testing.assert_allclose(actual, [49.0, -49.0, 7 * silu[2], 2 * silu[3]], rtol=1e-13)
 
 
+def test_swiglu_step_with_a_gate_scale_of_zero_is_zero() -> None:
+    actual = FP8_ACTIVATIONS[ActivationType.SwigluStep](
+        np.array([2.0, -3.0]), np.array([1.0, 1e30]), ActivationScalars(gate_scale=0.0)
+    )
+    np.testing.assert_array_equal(actual, 0.0)
+
+
 # --- live and dead slots --------------------------------------------------------------------------
 
 

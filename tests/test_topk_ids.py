@@ -101,14 +101,14 @@ def test_every_bf16_weight_survives_packing() -> None:
             "topk_ids must be integers, got float64",
         ),
         (
-            lambda: weights.pack_topk_ids(np.zeros((2, 3), np.int32), np.zeros((3, 2))),
+            lambda: weights.pack_topk_ids(np.zeros((2, 3), np.int32), np.zeros((3, 2), np.float32)),
             ValueError,
             r"got \(2, 3\) and \(3, 2\)",
         ),
         (
             lambda: weights.pack_topk_ids(np.zeros((2, 3), np.int32), np.zeros((2, 3), np.int32)),
             TypeError,
-            "topk_weights must be floats, got int32",
+            "topk_weights must be bfloat16 or float32, .*got int32",
         ),
         (
             lambda: weights.unpack_topk_ids(np.zeros((2, 3), np.int64)),

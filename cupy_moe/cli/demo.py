@@ -9,7 +9,6 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +19,9 @@ from rich.table import Table
 
 from cupy_moe import weights
 from cupy_moe.cli.options import positive
+from cupy_moe.cli.output import check_files
 from cupy_moe.fused_moe import trtllm_fp8_per_tensor_scale_moe
+from cupy_moe.fused_moe.settings import SIZE_MULTIPLE
 from cupy_moe.reference.routing import select_experts
 from cupy_moe.runtime import require_gpu
 from cupy_moe.runtime.compiler import arch_for
@@ -180,12 +181,6 @@ def report(model: Model, errors: Errors, where: str, duration: str) -> Table:
     return table
 
 
-def require_matplotlib() -> None:
-    """Refuse a plot before the work that leads to it."""
-    if find_spec("matplotlib") is None:
-        raise RuntimeError('--plot needs matplotlib: pip install "cupy-moe[cli]"')
-
-
 def plot(path: Path, model: Model, out: NDArray[Any], exact: NDArray[np.float64]) -> None:
     """Draw tokens per expert, and output against the unquantized layer."""
     from matplotlib.figure import Figure
@@ -205,8 +200,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; the exit code is 1 if the result is further off than FP8 explains."""
     if args.top_k > args.experts:
         raise ValueError(f"--top-k must be at most --experts {args.experts}, got {args.top_k}")
-    if args.plot:
-        require_matplotlib()
+    for size in ("hidden", "intermediate"):
+        if getattr(args, size) % SIZE_MULTIPLE:
+            raise ValueError(
+                f"--{size} must be a multiple of {SIZE_MULTIPLE}, got {getattr(args, size)}"
+            )
+    check_files(args)
     use_gpu = choose_gpu(args.backend, console)
     console.print(
         f"FP8 MoE layer: {args.tokens} tokens, hidden {args.hidden}, intermediate "

@@ -26,12 +26,13 @@ def progress_bar(console: Console) -> Progress:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Refuse what would fail after minutes of work."""
-    if getattr(args, "plot", None) and find_spec("matplotlib") is None:
-        raise RuntimeError('--plot needs matplotlib: pip install "cupy-moe[bench]"')
-    for path in (args.json, getattr(args, "plot", None)):
+    """Refuse what would fail after the work is done."""
+    plot = getattr(args, "plot", None)
+    if plot and find_spec("matplotlib") is None:
+        raise RuntimeError('--plot needs matplotlib: pip install "cupy-moe[cli]"')
+    for path in (getattr(args, "json", None), plot):
         if path and not path.parent.is_dir():
-            raise ValueError(f"bench: the folder of {path} does not exist.")
+            raise ValueError(f"the folder of {path} does not exist")
 
 
 def write_figures(args: argparse.Namespace, console: Console, content: dict[str, Any]) -> None:

@@ -18,13 +18,14 @@ from cupy_moe.comm.rules import (
     WorkspaceSizes,
     check_arrays,
     check_backend,
+    check_device,
     check_options,
     check_sizes,
 )
 from cupy_moe.comm.workspace import FinalizeWorkspace
 from cupy_moe.runtime.arrays import HOST
 from cupy_moe.runtime.devices import device_guard, stream_is_capturing
-from cupy_moe.runtime.requirements import import_cupy
+from cupy_moe.runtime.requirements import import_cupy, require_gpu
 from cupy_moe.validate import ArrayLike
 
 __all__ = [
@@ -168,7 +169,7 @@ def init_tp_moe_finalize_rmsnorm(
             )
         return state.workspace is not None
     sizes = _sizes(WorkspaceSizes(), given)
-    where = _default_device() if device is None else device
+    where = _default_device() if device is None else check_device(_INIT, device)
     ranks = as_group(group, where)
     if state is not None and not (ranks.is_thread and not state.group.is_thread):
         raise RuntimeError(
@@ -199,6 +200,7 @@ def _default_device() -> int:
 def _refuse_capture(device: int) -> None:
     if device == HOST:
         return
+    require_gpu()
     streams = [int(import_cupy().cuda.get_current_stream(device).ptr)]
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         streams.append(int(sys.modules["torch"].cuda.current_stream(device).cuda_stream))

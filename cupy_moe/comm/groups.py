@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+from cupy_moe.validate import integer
+
 __all__ = [
     "FileStore",
     "Group",
@@ -243,9 +245,16 @@ class ThreadGroup:
     ----------
     ranks : list of Group
         Entry q is for the thread that is rank q.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``size`` is no number of ranks.
     """
 
     def __init__(self, size: int, timeout_s: float = 300.0) -> None:
+        if integer("ThreadGroup", "size", size) < 1:
+            raise ValueError(f"ThreadGroup: size must be at least 1, got {size}.")
         self._barrier = threading.Barrier(size, timeout=timeout_s)
         self._data: list[bytes] = [b""] * size
         self.ranks: list[Group] = [_ThreadRank(self, rank, size) for rank in range(size)]

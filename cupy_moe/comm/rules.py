@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from cupy_moe.kernels.finalize_rmsnorm import MAX_HIDDEN_SIZE, MAX_TOP_K
-from cupy_moe.runtime.arrays import ArrayRef
+from cupy_moe.runtime.arrays import HOST, ArrayRef
 from cupy_moe.validate import (
     BF16,
     BF16_OR_F32,
@@ -119,8 +119,12 @@ def check_arrays(
     )
     arrays.row_stride = _check_rows(check, arrays.gemm2, num_tokens, hidden_size)
     _check_apart(check, arrays, hidden_size)
-    inputs = ("weights", "index", "norm_weight")
-    check.writable("output", arrays.output, [(name, getattr(arrays, name)) for name in inputs])
+    inputs = [
+        ("expert_weights", arrays.weights),
+        ("expanded_idx_to_permuted_idx", arrays.index),
+        ("norm_weight", arrays.norm_weight),
+    ]
+    check.writable("output", arrays.output, inputs)
     return arrays
 
 
@@ -252,3 +256,12 @@ def check_backend(operation: str, backend: object) -> None:
     """Refuse a backend that does not exist; there is one."""
     if backend != "auto":
         raise ValueError(f'{operation}: backend must be "auto", got {backend!r}.')
+
+
+def check_device(operation: str, device: object) -> int:
+    """Convert a CUDA ordinal, or -1 for host memory."""
+    number = integer(operation, "device", device)
+    if number < HOST:
+        rule = "be a CUDA ordinal, or -1 for host memory"
+        raise ValueError(f"{operation}: device must {rule}, got {number}.")
+    return number

@@ -251,6 +251,10 @@ def _check_routing_inputs(
         check.refuse(ValueError, "routing_logits", f"be None for {label}", got)
     if mode is RoutingInputMode.UnpackedPrecomputed and weights is None:
         check.refuse(ValueError, "topk_weights", f"be given for {label}", "None")
+    if mode is RoutingInputMode.PackedPrecomputed and weights is not None:
+        next_step = "Plain topk_ids and weights are routing_input_mode 2."
+        got = type(weights).__name__
+        check.refuse(ValueError, "topk_weights", f"be None for {label}", got, next_step)
 
 
 def _strategy(check: Checker, value: object) -> Strategy:

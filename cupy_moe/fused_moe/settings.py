@@ -17,6 +17,7 @@ MAX_ROUTED_EXPERTS = 2048
 MAX_ROUTED_TOP_K = 32
 # DeepSeekV3 with groups.
 MAX_GROUPED_TOP_K = 22
+MAX_EXPERTS = 2**31 - 1  # ids are int32
 MAX_GROUPS = 8
 MAX_TOPK_GROUPS = 4
 MAX_GROUP_SIZE = 32
@@ -132,6 +133,9 @@ def moe_settings(
         _check_routing_from_logits(operation, settings)
     if settings.is_grouped:
         _check_groups(operation, settings, from_logits)
+    for name, number in (("n_group", settings.num_groups), ("topk_group", settings.topk_group)):
+        if number < 0:
+            raise ValueError(f"{operation}: {name} must not be negative, got {number}.")
     return settings
 
 
@@ -165,6 +169,10 @@ def _check_sizes(operation: str, s: MoeSettings) -> None:
         )
     if s.num_experts < 1:
         raise ValueError(f"{operation}: num_experts must be at least 1, got {s.num_experts}.")
+    if s.num_experts > MAX_EXPERTS:
+        raise ValueError(
+            f"{operation}: num_experts must be at most {MAX_EXPERTS}, got {s.num_experts}."
+        )
     if not 1 <= s.top_k <= s.num_experts:
         raise ValueError(
             f"{operation}: top_k must be in [1, num_experts] = [1, {s.num_experts}], got {s.top_k}."

@@ -91,8 +91,10 @@ def _swiglu(up: F64, gate: F64, s: ActivationScalars) -> F64:
 
 
 def _swiglu_step(up: F64, gate: F64, s: ActivationScalars) -> F64:
-    limit = 7.0 / s.gate_scale if s.limit is None else s.limit
-    capped = _clamp_above(_silu(s.gate_scale * gate), limit * s.gate_scale)  # after the silu
+    with np.errstate(divide="ignore", invalid="ignore"):  # a gate scale of 0: nothing to limit
+        limit = np.float64(7) / s.gate_scale if s.limit is None else s.limit
+        most = limit * s.gate_scale
+    capped = _clamp_above(_silu(s.gate_scale * gate), most)  # after the silu
     return _clamp(up, limit) * capped
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -13,10 +13,20 @@ from cupy_moe.formats import Array, get_xp
 from cupy_moe.runtime.arrays import describe, to_xp
 from cupy_moe.runtime.devices import device_guard
 
-__all__ = ["E4M3_DTYPE", "UE8M0_DTYPE", "moves_bytes", "on_device", "to_float32"]
+__all__ = [
+    "E4M3_DTYPE",
+    "UE8M0_DTYPE",
+    "moves_bytes",
+    "on_device",
+    "positive_factor",
+    "to_float32",
+    "to_values",
+]
 
 E4M3_DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)
 UE8M0_DTYPE = np.dtype(ml_dtypes.float8_e8m0fnu)
+
+_VALUE_DTYPES = ("bfloat16", "float16", "float32")  # what FP32 holds exactly
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -50,7 +60,7 @@ def moves_bytes(
 
     @on_device
     @wraps(function)
-    def wrapper(x: Array, /, *args: _P.args, **kwargs: _P.kwargs) -> Array:
+    def wrapper(x: Array, *args: _P.args, **kwargs: _P.kwargs) -> Array:
         name = function.__name__
         array, restore = to_xp(x, name)
         if array.dtype.itemsize != 1:
@@ -66,11 +76,61 @@ def moves_bytes(
         moved = function(array.view(np.uint8), *args, **kwargs)
         return restore(get_xp(moved).ascontiguousarray(moved)).view(x.dtype)
 
-    return wrapper
+    return wrapper  # type: ignore[return-value]  # `x` has a name as well
 
 
-def to_float32(value: Array, like: Array) -> Array:
+def to_values(value: Array, argument: str) -> tuple[Array, Callable[[Array], Array]]:
+    """NumPy or CuPy array of numbers that are to be quantized, and the way back.
+
+    Parameters
+    ----------
+    value : array of any library, bfloat16, float16 or float32
+    argument : str
+        For messages: "operation: name".
+
+    Raises
+    ------
+    TypeError
+        No array, or one of another dtype: codes would be taken for values.
+    """
+    array, restore = to_xp(value, argument)
+    if array.dtype.name not in _VALUE_DTYPES:
+        raise TypeError(
+            f"{argument} must be {', '.join(_VALUE_DTYPES[:-1])} or {_VALUE_DTYPES[-1]}, got "
+            f"{array.dtype.name}. Codes are no values: dequantize them first."
+        )
+    return array, restore
+
+
+def to_float32(value: Array, like: Array, argument: str) -> Array:
     """FP32 array of the library of ``like`` from a number or any library's array."""
-    if not isinstance(value, int | float | np.generic):
-        value, _ = to_xp(value, "factor")
-    return get_xp(like).asarray(value, dtype=np.float32)
+    if isinstance(value, bool):
+        raise TypeError(f"{argument} must be a number or an array, got bool.")
+    if isinstance(value, int):
+        value = min(max(value, -(2**129)), 2**129)  # any more does not fit a float
+    elif not isinstance(value, float | np.generic):
+        value, _ = to_xp(value, argument)
+    with np.errstate(over="ignore"):  # infinite, as far as FP32 goes
+        return get_xp(like).asarray(value, dtype=np.float32)
+
+
+def positive_factor(
+    value: Array, like: Array, argument: str, shapes: Mapping[str, object]
+) -> Array:
+    """FP32 array of the library of ``like``, with one of the shapes that ``shapes`` names.
+
+    Raises
+    ------
+    TypeError
+        No number and no array.
+    ValueError
+        Another shape; not positive and finite.
+    """
+    factor = to_float32(value, like, argument)
+    if factor.shape not in shapes.values():
+        raise ValueError(
+            f"{argument} must be {' or '.join(shapes)}, got shape {tuple(factor.shape)}."
+        )
+    if not bool(((factor > 0) & (factor < np.inf)).all()):
+        raise ValueError(f"{argument} must be positive and finite, got {factor}.")
+    return factor

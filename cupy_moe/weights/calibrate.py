@@ -12,7 +12,7 @@ from cupy_moe.formats import E2M1_MAX, E4M3_MAX, Array, as_float32, get_xp
 from cupy_moe.reference.activation import FP8_ACTIVATIONS, NVFP4_ACTIVATIONS, ActivationScalars
 from cupy_moe.runtime.arrays import to_xp
 from cupy_moe.types import ActivationType
-from cupy_moe.weights.array_arguments import on_device
+from cupy_moe.weights.array_arguments import on_device, to_values
 
 __all__ = ["calibrate_intermediate_scale"]
 
@@ -44,7 +44,7 @@ def calibrate_intermediate_scale(
 
     Parameters
     ----------
-    x : array (T, H), bfloat16 or float32
+    x : array (T, H), bfloat16, float16 or float32
         Calibration tokens, T >= 1, as they enter the layer (not quantized).
     w1 : array (E, 2I, H) as ``[up; gate]``, or (E, I, H) if not gated; same library
         Logical FC1 weights.
@@ -89,8 +89,10 @@ def calibrate_intermediate_scale(
             f"{name}: {number_format} has no activation_type {activation_type}; use one of "
             f"{', '.join(f'{a.name} ({a.value})' for a in activations)}."
         )
-    if not margin >= 1:
-        raise ValueError(f"{name}: margin must be at least 1, got {margin}.")
+    if isinstance(margin, bool) or not isinstance(margin, int | float | np.number):
+        raise TypeError(f"{name}: margin must be a number, got {type(margin).__name__}.")
+    if not 1 <= margin < np.inf:
+        raise ValueError(f"{name}: margin must be at least 1 and finite, got {margin}.")
     activation = ActivationType(activation_type)
     tokens, weights, restore = _operands(name, x, w1, gated=activation.is_gated)
     visits = _visits(name, topk_ids, num_tokens=len(tokens), num_experts=len(weights))
@@ -118,8 +120,8 @@ def _operands(
     name: str, x: Array, w1: Array, *, gated: bool
 ) -> tuple[NDArray[np.float32], Array, Callable[[Array], Array]]:
     """Tokens on the host, weights where they are, and the way back to the library of ``w1``."""
-    tokens, _ = to_xp(x, f"{name}: x")
-    weights, restore = to_xp(w1, f"{name}: w1")
+    tokens, _ = to_values(x, f"{name}: x")
+    weights, restore = to_values(w1, f"{name}: w1")
     if (
         tokens.ndim != 2
         or weights.ndim != 3

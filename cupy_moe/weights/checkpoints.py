@@ -14,12 +14,12 @@ from cupy_moe.formats import MX_BLOCK, NVFP4_BLOCK, Array, get_xp
 from cupy_moe.runtime.arrays import to_xp
 from cupy_moe.types import WeightLayout
 from cupy_moe.weights.array_arguments import E4M3_DTYPE, UE8M0_DTYPE, on_device
+from cupy_moe.weights.experts import per_expert
 from cupy_moe.weights.quantize import (
     LINEAR_HALF,
     NVFP4_ACTIVATIONS,
     Fp4ExpertWeights,
     fp4_experts,
-    per_expert,
     require_activation,
 )
 
@@ -165,7 +165,7 @@ def experts_from_nvfp4(
     Raises
     ------
     TypeError
-        An array of codes or scales has another dtype.
+        No `Nvfp4Projection`, or an array of codes or scales has another dtype.
     ValueError
         Shapes do not fit each other, a factor is not positive, a multiple is none of 128, or up and
         gate have different global scales with an activation that has one factor for both.
@@ -173,6 +173,10 @@ def experts_from_nvfp4(
     name = "experts_from_nvfp4"
     activation = require_activation(name, activation_type, NVFP4_ACTIVATIONS)
     projections = {"up_proj": up_proj, "gate_proj": gate_proj, "down_proj": down_proj}
+    for argument, projection in projections.items():
+        if not isinstance(projection, Nvfp4Projection):
+            got = type(projection).__name__
+            raise TypeError(f"{name}: {argument} must be an Nvfp4Projection, got {got}.")
     codes = _bytes_of(name, **{f"{n}.weight": p.weight for n, p in projections.items()})
     typed = {f"{n}.weight_scale": p.weight_scale for n, p in projections.items()}
     scales = _bytes_of(name, E4M3_DTYPE, **typed)

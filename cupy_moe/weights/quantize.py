@@ -23,11 +23,12 @@ from functools import partial
 
 import numpy as np
 
-from cupy_moe.formats import Array, as_float32, fp8_quantize, get_xp, mxfp4_quantize, nvfp4_quantize
+from cupy_moe.formats import Array, fp8_quantize, get_xp, mxfp4_quantize, nvfp4_quantize
 from cupy_moe.runtime.arrays import to_xp
 from cupy_moe.types import ActivationType, WeightLayout
 from cupy_moe.weights.activations import nvfp4_tensor_scale
 from cupy_moe.weights.array_arguments import E4M3_DTYPE, UE8M0_DTYPE, on_device, to_float32
+from cupy_moe.weights.experts import each_expert, expert_matrices, per_expert
 from cupy_moe.weights.layouts import (
     prepare_gemm1_scales,
     prepare_gemm1_weights,
@@ -44,7 +45,6 @@ __all__ = [
     "quantize_experts_nvfp4",
     "stack_projections",
 ]
-
 
 LINEAR_HALF = frozenset(
     {
@@ -149,7 +149,7 @@ def quantize_experts_fp8(
 
     Parameters
     ----------
-    w1 : array (E, 2I, H) as ``[up; gate]``, or (E, I, H) if not gated; bfloat16 or float32
+    w1 : array (E, 2I, H) as ``[up; gate]``, or (E, I, H) if not gated; bfloat16, float16 or float32
         Logical FC1 weights, H and I multiples of 32 (the operation asks for 128).
     w2 : array (E, H, I), same library
         Logical FC2 weights.
@@ -168,16 +168,18 @@ def quantize_experts_fp8(
     Raises
     ------
     ValueError
-        Shapes do not fit each other or the activation; a scale is not positive; the activation is
-        not one of the above.
+        Shapes do not fit each other or the activation; a weight is not finite; a scale is not
+        positive and finite; the activation is not one of the above.
+    TypeError
+        Weights of another dtype, codes for example.
     """
     name = "quantize_experts_fp8"
     activation = require_activation(name, activation_type, _FP8_ACTIVATIONS)
-    w1, w2, restore = _weights(name, w1, w2, gated=activation.is_gated)
-    q1, g1 = _each_expert(fp8_quantize, w1)
-    q2, g2 = _each_expert(fp8_quantize, w2)
+    w1, w2, restore = expert_matrices(name, w1, w2, gated=activation.is_gated)
     g_x = per_expert(name, "input_scale", input_scale, w1)
     c = per_expert(name, "intermediate_scale", intermediate_scale, w1)
+    q1, g1 = each_expert(fp8_quantize, w1, f"{name}: w1")
+    q2, g2 = each_expert(fp8_quantize, w2, f"{name}: w2")
     s1, sg, s2 = _scale_vectors(activation, d=1 / (g_x * g1), c=c, g2=g2)
     gemm1 = prepare_gemm1_weights(q1, gated=activation.is_gated)
     return Fp8ExpertWeights(
@@ -204,7 +206,7 @@ def quantize_experts_nvfp4(
 
     Parameters
     ----------
-    w1 : array (E, 2I, H), bfloat16 or float32
+    w1 : array (E, 2I, H), bfloat16, float16 or float32
         Logical FC1 weights ``[up; gate]``.
     w2 : array (E, H, I), same library
     activation_type : ActivationType
@@ -222,16 +224,16 @@ def quantize_experts_nvfp4(
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         As in `quantize_experts_fp8`.
     """
     name = "quantize_experts_nvfp4"
     activation = require_activation(name, activation_type, NVFP4_ACTIVATIONS)
-    w1, w2, restore = _weights(name, w1, w2, gated=True)
-    q1, sf1, g1 = _each_expert(_nvfp4_with_own_scale, w1)
-    q2, sf2, g2 = _each_expert(_nvfp4_with_own_scale, w2)
+    w1, w2, restore = expert_matrices(name, w1, w2, gated=True)
     g_x = per_expert(name, "input_scale", input_scale, w1)
     c = per_expert(name, "intermediate_scale", intermediate_scale, w1)
+    q1, sf1, g1 = each_expert(_nvfp4_with_own_scale, w1, f"{name}: w1")
+    q2, sf2, g2 = each_expert(_nvfp4_with_own_scale, w2, f"{name}: w2")
     vectors = _scale_vectors(activation, d=1 / (g_x * g1), c=c, g2=g2)
     return fp4_experts(
         (q1, sf1), (q2, sf2), E4M3_DTYPE, vectors, restore, weight_layout, block_major_k_bytes
@@ -253,7 +255,7 @@ def quantize_experts_mxfp4(
 
     Parameters
     ----------
-    w1 : array (E, 2I, H), bfloat16 or float32
+    w1 : array (E, 2I, H), bfloat16, float16 or float32
         Logical FC1 weights ``[up; gate]``.
     w2 : array (E, H, I), same library
     weight_layout, block_major_k_bytes
@@ -265,14 +267,15 @@ def quantize_experts_mxfp4(
 
     Raises
     ------
-    ValueError
-        Shapes do not fit each other.
+    TypeError, ValueError
+        As in `quantize_experts_fp8`.
     """
-    w1, w2, restore = _weights("quantize_experts_mxfp4", w1, w2, gated=True)
+    name = "quantize_experts_mxfp4"
+    w1, w2, restore = expert_matrices(name, w1, w2, gated=True)
     ones = get_xp(w1).ones(len(w1), dtype=np.float32)
     return fp4_experts(
-        _each_expert(mxfp4_quantize, w1),
-        _each_expert(mxfp4_quantize, w2),
+        each_expert(mxfp4_quantize, w1, f"{name}: w1"),
+        each_expert(mxfp4_quantize, w2, f"{name}: w2"),
         UE8M0_DTYPE,
         (ones, ones.copy(), ones.copy()),
         restore,
@@ -300,8 +303,15 @@ def physical_to_raw(value: Array, gate_scale: Array) -> Array:
     -------
     array (E,), float32, of the library of ``gate_scale``
     """
-    d, restore = to_xp(gate_scale, "physical_to_raw: gate_scale")
-    return restore((to_float32(value, d) / d).astype(np.float32))
+    name = "physical_to_raw"
+    d, restore = to_xp(gate_scale, f"{name}: gate_scale")
+    physical = to_float32(value, d, f"{name}: value")
+    if d.ndim != 1 or physical.shape not in ((), d.shape):
+        raise ValueError(
+            f"{name}: gate_scale must be (E,), and value a number or as long, got "
+            f"{tuple(d.shape)} and {tuple(physical.shape)}."
+        )
+    return restore((physical / d).astype(np.float32))
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -314,14 +324,7 @@ def _scale_vectors(
     return (c * d if activation in LINEAR_HALF else c), d, 1 / (c * g2)
 
 
-def _each_expert(quantize: Callable[[Array], tuple[Array, ...]], w: Array) -> tuple[Array, ...]:
-    """Results of ``quantize`` on every expert's matrix, each stacked over experts."""
-    results = zip(*(quantize(expert) for expert in w), strict=True)
-    return tuple(get_xp(w).stack(result) for result in results)
-
-
 def _nvfp4_with_own_scale(w: Array) -> tuple[Array, Array, Array]:
-    w = as_float32(w)
     g = nvfp4_tensor_scale(w)
     return *nvfp4_quantize(w, g), g
 
@@ -352,20 +355,6 @@ def fp4_experts(
     )
 
 
-def per_expert(name: str, argument: str, value: Array, w: Array) -> Array:
-    """Positive FP32 factor of each expert."""
-    factor = to_float32(value, w)
-    num_experts = len(w)
-    if factor.shape not in ((), (num_experts,)):
-        raise ValueError(
-            f"{name}: {argument} must be a number or have shape (num_experts,) = ({num_experts},), "
-            f"got shape {tuple(factor.shape)}."
-        )
-    if not bool(((factor > 0) & (factor < np.inf)).all()):
-        raise ValueError(f"{name}: {argument} must be positive and finite, got {factor}.")
-    return get_xp(w).broadcast_to(factor, (num_experts,)).copy()
-
-
 def require_activation(
     name: str, activation_type: int, allowed: frozenset[ActivationType]
 ) -> ActivationType:
@@ -374,25 +363,3 @@ def require_activation(
         names = ", ".join(f"{a.name} ({a.value})" for a in sorted(allowed))
         raise ValueError(f"{name}: activation_type must be one of {names}, got {activation_type}.")
     return ActivationType(activation_type)
-
-
-def _weights(
-    name: str, w1: Array, w2: Array, *, gated: bool
-) -> tuple[Array, Array, Callable[[Array], Array]]:
-    """Both matrices as NumPy or CuPy arrays of fitting shapes, and the way back."""
-    w1, restore = to_xp(w1, f"{name}: w1")
-    w2, _ = to_xp(w2, f"{name}: w2")
-    rows = "2*intermediate_size" if gated else "intermediate_size"
-    if (
-        w1.ndim != 3
-        or w2.ndim != 3
-        or len(w1) == 0
-        or len(w1) != len(w2)
-        or w1.shape[2] != w2.shape[1]
-        or w1.shape[1] != w2.shape[2] * (2 if gated else 1)
-    ):
-        raise ValueError(
-            f"{name}: w1 must be (num_experts, {rows}, hidden_size) and w2 (num_experts, "
-            f"hidden_size, intermediate_size), got {tuple(w1.shape)} and {tuple(w2.shape)}."
-        )
-    return w1, w2, restore

@@ -95,13 +95,17 @@ def shard_prepared_moe_weights(
     Raises
     ------
     TypeError
-        An argument is no array.
+        An argument is no array, or no layout.
     ValueError
         A size, shape, dtype, device or alignment does not fit; a cut would go through a shuffle
         block, a byte, a block of K, a scale group or a tile of scales; ``alloc`` returned something
         else than what it was asked for.
     """
     _check_choices(strategy, hidden_size, intermediate_size)
+    for name, layout in (("fc1_layout", fc1_layout), ("fc2_layout", fc2_layout)):
+        if not isinstance(layout, PreparedWeightLayout):
+            got = type(layout).__name__
+            raise TypeError(f"{_NAME}: {name} must be a PreparedWeightLayout, got {got}.")
     fc1 = describe(fc1_weight, f"{_NAME}: fc1_weight")
     num_experts = fc1.shape[0] if fc1.shape else 0
     if num_experts < 1:

@@ -43,8 +43,11 @@ def pack_topk_ids(topk_ids: Array, topk_weights: Array) -> Array:
     weights, _ = to_xp(topk_weights, "pack_topk_ids: topk_weights")
     if ids.dtype.kind not in "iu":
         raise TypeError(f"pack_topk_ids: topk_ids must be integers, got {ids.dtype.name}.")
-    if weights.dtype.kind in "iub":
-        raise TypeError(f"pack_topk_ids: topk_weights must be floats, got {weights.dtype.name}.")
+    if weights.dtype.name not in ("bfloat16", "float32"):
+        raise TypeError(
+            "pack_topk_ids: topk_weights must be bfloat16 or float32, which is rounded once, got "
+            f"{weights.dtype.name}."
+        )
     if ids.shape != weights.shape:
         raise ValueError(
             "pack_topk_ids: topk_ids and topk_weights must have one shape (T, K), got "
