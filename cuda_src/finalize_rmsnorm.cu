@@ -25,7 +25,8 @@
 
 namespace cupy_moe::finalize {
 
-// NOTE: ptxas would spill if warps that have all slots kept it from a token's begin on.
+// NOTE: ptxas would spill if warps that have half of the slots or all kept it from a token's begin
+// on.
 constexpr bool kKeepsIndex = kGroups > 2;
 
 // A token whose rows were sent: the index of this lane's slot, and the generation of its buffers.
@@ -125,6 +126,7 @@ struct Exchange : Results {
       }
       row_sums.put(squares, first, part.end, piece, lane);
     }
+    if (part.begin == part.end) row_sums.put_nothing(lane);
     // NOTE: this barrier is enough for the rows of other warps, and the arrivals that are waited
     // for are for the sums, though racecheck does not see the latter.
     TailWords words[kTailSlots];

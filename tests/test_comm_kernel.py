@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -128,7 +129,7 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
 def test_warps_that_share_columns_change_no_bit(
     scheme: FinalizeScheme, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots on one to four warps, in blocks alone and in clusters, token after token."""
+    """Slots on one to eight warps, in blocks alone and in clusters, token after token."""
     case = make_case(num_ranks, 3, hidden_size=264, top_k=9, before=True)
     outputs = []
     for max_threads, num_clusters in ((32, 9), (64, 9), (128, 2), (256, 1), (512, 9)):
@@ -138,6 +139,39 @@ def test_warps_that_share_columns_change_no_bit(
         outputs.append(run_case(case, 2, limits=LIMITS[scheme]))
     case.check(outputs[0])
     assert_all_equal(outputs)
+
+
+@SCHEMES
+@pytest.mark.parametrize(
+    ("num_ranks", "num_tokens", "top_k", "max_threads", "num_clusters"),
+    [(2, 6, 4, 128, 1), (4, 5, 9, 256, 1), (2, 4, 8, 128, 3), (8, 5, 11, 256, 2)],
+)
+def test_clusters_of_warps_that_share_columns(
+    scheme: FinalizeScheme,
+    num_ranks: int,
+    num_tokens: int,
+    top_k: int,
+    max_threads: int,
+    num_clusters: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device for each rank, as only there clusters have several warps a piece."""
+    case = make_case(num_ranks, num_tokens, hidden_size=264, top_k=top_k)
+    monkeypatch.setattr(finalize_rmsnorm, "MAX_THREADS", max_threads)
+    monkeypatch.setattr(launches, "resident_clusters", lambda *shape: num_clusters)
+    planned = mock.Mock(side_effect=launches.choose_shape)
+    monkeypatch.setattr(launches, "choose_shape", planned)
+
+    def work(group: Group) -> list[np.ndarray]:
+        options = {"device": group.rank, "limits": LIMITS[scheme]}
+        with open_workspace(group, case, **options) as workspace:
+            return [call(workspace, case) for _ in range(3)]
+
+    outputs = [out for of_rank in run_ranks(num_ranks, work) for out in of_rank]
+    case.check(outputs[0])
+    assert_all_equal(outputs)
+    shape = launches.choose_shape(*planned.call_args.args)
+    assert min(shape.num_blocks, shape.num_groups) > 1
 
 
 # --- words that look like the sentinel ------------------------------------------------------------

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from cupy_moe.comm.launches import Launcher
 from cupy_moe.comm.layout import (
     GENERATIONS,
     SchemeLimits,
@@ -16,14 +17,15 @@ from cupy_moe.comm.layout import (
 from cupy_moe.kernels.finalize_rmsnorm import (
     MAX_GROUPS,
     MAX_HIDDEN_SIZE,
+    MAX_PEERS,
     MAX_THREADS,
     MAX_TOP_K,
     MAX_WARPS,
     RANKS,
-    STATIC_SMEM,
     FinalizeScheme,
     choose_shape,
     possible_shapes,
+    static_smem,
 )
 
 SMEM = 232448
@@ -63,19 +65,48 @@ def test_buffers_do_not_overlap_and_are_filled_once(layout: WorkspaceLayout) -> 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_address_of_the_kernel_lies_in_its_buffer(layout: WorkspaceLayout) -> None:
+def test_copies_of_every_buffer_lie_before_the_next_one(layout: WorkspaceLayout) -> None:
     peers = layout.num_ranks - 1
     for scheme, b in layout.buffers().items():
         senders = layout.num_ranks if scheme is FinalizeScheme.ExpertOwner else peers
-        last_rows = ((GENERATIONS - 1) * peers + peers - 1) * b.rows_slots + b.rows_slots - 1
-        assert b.rows_offset + (last_rows + 1) * b.row_group_bytes <= b.results_offset
-        last_result = (
-            ((GENERATIONS - 1) * senders + senders - 1) * b.results_slots + b.results_slots - 1
-        )
-        end = b.results_offset + (last_result + 1) * b.result_bytes
-        assert not b.results_slots or end <= b.generations_offset
+        rows_end = b.rows_offset + GENERATIONS * peers * b.rows_slots * b.row_group_bytes
+        assert b.rows_offset + GENERATIONS * b.rows_copy_bytes == rows_end <= b.results_offset
+        end = b.results_offset + GENERATIONS * senders * b.results_slots * b.result_bytes
+        assert b.results_offset + GENERATIONS * b.results_copy_bytes == end <= b.generations_offset
         assert b.generations_offset + 4 * MAX_WARPS * MAX_GROUPS * b.capacity <= b.end
         assert b.rows_offset % 256 == b.results_offset % 256 == b.generations_offset % 256 == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_send_where_the_others_expect_it(layout: WorkspaceLayout) -> None:
+    """Every buffer of every rank has one sender, and the next rank is the first receiver."""
+    size = layout.num_ranks
+    workspaces = [(rank + 1) << 40 for rank in range(size)]
+    for scheme, b in layout.buffers().items():
+        rows, results = set(), set()
+        for rank in range(size):
+            launcher = Launcher.__new__(Launcher)
+            launcher._layout, launcher._rank = layout, rank
+            launcher._buffers = layout.buffers()
+            peers = workspaces[:rank] + workspaces[rank + 1 :]
+            places = launcher._destinations(scheme, peers)
+            for turn in range(size - 1):
+                receiver = (rank + 1 + turn) % size
+                number = rank if rank < receiver else rank - 1  # among the receiver's peers
+                base = workspaces[receiver] + b.rows_offset
+                assert places[turn] == base + number * b.rows_copy_bytes // (size - 1)
+                rows.add(places[turn])
+                is_sum = scheme is FinalizeScheme.ExpertOwner
+                sender, senders = (rank, size) if is_sum else (number, size - 1)
+                base = workspaces[receiver] + b.results_offset
+                place = places[MAX_PEERS + turn]
+                assert place == base + sender * b.results_copy_bytes // senders
+                results.add(place)
+            assert not any(places[size - 1 : MAX_PEERS])
+        if b.capacity:
+            assert len(rows) == size * (size - 1)
+        if b.results_slots:
+            assert len(results) == size * (size - 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -108,7 +139,7 @@ def test_shapes_hold_a_row(num_ranks: int, hidden_size: int, top_k: int) -> None
         assert of_columns // 32 <= MAX_WARPS
         assert shape.num_threads <= MAX_THREADS
         assert shape.num_groups <= max(1, top_k)
-        assert shape.smem + STATIC_SMEM <= SMEM
+        assert shape.smem + static_smem(True) <= SMEM
 
 
 def test_largest_row_needs_clusters() -> None:

@@ -59,8 +59,7 @@ constexpr bool kByExpert = kScheme == FinalizeScheme::ExpertOwner;
 constexpr bool kByToken = kScheme == FinalizeScheme::TokenOwner;
 constexpr i32 kNumRanks = Config::kNumRanks;
 constexpr i32 kNumPeers = kNumRanks - 1;
-constexpr i32 kNumSenders = kByExpert ? kNumRanks : kNumPeers;  // of results to a rank
-constexpr i32 kResultVectors = kByExpert ? 2 : 1;               // of a thread's eight columns
+constexpr i32 kResultVectors = kByExpert ? 2 : 1;  // of a thread's eight columns
 constexpr u32 kRowSentinel = lamport::kBf16Sentinel;
 constexpr u32 kResultSentinel = kByExpert ? lamport::kF32Sentinel : lamport::kBf16Sentinel;
 

@@ -117,10 +117,17 @@ __device__ __forceinline__ float warp_sum_each(float (&x)[kCount], i32 lane) {
 // cluster and whichever of the warps that share a piece has a slot.
 class RowSums {
  public:
+  // Without clusters a row has at most 16 pieces.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr i32 kPitch = 16;
+#else
+  static constexpr i32 kPitch = kMaxWarps + 16;  // with a word to spare
+#endif
+
   // Of two tokens each: a warp may be one ahead of another one that still reads.
   struct Storage {
-    // [slot][piece along the row]; neighbouring slots lie in other banks.
-    alignas(16) float sums[2][kMaxSlots][kMaxWarps + 16];
+    // [slot][piece]; neighbouring slots lie in other banks.
+    alignas(16) float sums[2][kMaxSlots][kPitch];
     u64 arrived[2];  // with several blocks: all warps of this one, and bytes from all of them
   };
 
@@ -151,10 +158,13 @@ class RowSums {
       if (lane % kLanes == 0) *to = own;
       return;
     }
-    for (i32 block = lane % kLanes; block < cluster_size_; block += kLanes) {
-      ptx::st_async_shared_cluster(ptx::mapa_shared_cluster(to, block), own,
-                                   ptx::mapa_shared_cluster(&storage_.arrived[parity_], block));
-    }
+    send(to, own, lane % kLanes, kLanes);
+  }
+
+  // For a warp that has no slots of the token. Blocks must not be ahead by more than a token of one
+  // that still reads, so they wait for a word of it all the same.
+  __device__ __forceinline__ void put_nothing(i32 lane) {
+    if (cluster_size_ > 1) send(&storage_.sums[parity_][0][kPitch - 1], 0.0f, lane, kWarpSize);
   }
 
   // All warps of the cluster call it once a token, each with the number of slots that it has put:
@@ -169,7 +179,8 @@ class RowSums {
     __syncwarp();
     u64* const barrier = &storage_.arrived[parity_];
     if (lane == 0) {
-      ptx::mbarrier_arrive_expect_tx(barrier, num_put * cluster_size_ * i32{sizeof(float)});
+      const i32 num_words = max(1, num_put) * cluster_size_;
+      ptx::mbarrier_arrive_expect_tx(barrier, num_words * i32{sizeof(float)});
     }
     ptx::mbarrier_wait_parity_cluster(barrier, phase_);
   }
@@ -202,6 +213,14 @@ class RowSums {
   }
 
  private:
+  // To blocks first, first + step ... of the cluster.
+  __device__ __forceinline__ void send(const float* to, float value, i32 first, i32 step) {
+    for (i32 block = first; block < cluster_size_; block += step) {
+      ptx::st_async_shared_cluster(ptx::mapa_shared_cluster(to, block), value,
+                                   ptx::mapa_shared_cluster(&storage_.arrived[parity_], block));
+    }
+  }
+
   struct alignas(16) Four {
     float at[4];
   };

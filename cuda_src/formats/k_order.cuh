@@ -14,6 +14,10 @@ namespace cupy_moe::formats {
 
 constexpr i32 kWindow = 64;
 
+// Windows of a span, by the elements of a block of scales.
+template <i32 kBlock>
+constexpr i32 kSpanWindows = 4 * kBlock / kWindow;
+
 // Stores the BF16 pairs (i, i + 4) with i = 2 half and 2 half + 1 of elements 8 v ... 8 v + 7 of a
 // row, whose weights have blocks of kBlock elements.
 template <i32 kBlock>

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "common/words.cuh"
 #include "gemm/scheduler.cuh"
 #include "gemm/stage_fp4.cuh"
 
@@ -17,7 +18,7 @@ class CodesFp4 {
  public:
   using Stage = StageFp4<Config>;
   using Scale = typename Stage::Scale;
-  static constexpr i32 kSpanWindows = Stage::kScaleTileK / Stage::kWindow;
+  static constexpr i32 kSpanWindows = formats::kSpanWindows<Scale::kBlock>;
 
   // Of rows g and g + 8: eight bytes of codes a window, and the scale of all.
   template <i32 kNumWindows>
@@ -79,19 +80,6 @@ class CodesFp4 {
     constexpr i32 kRows = Stage::kScaleTileRows;
     return row / kRows * (Stage::kScaleTiles * Stage::kScaleTileBytes) + row % 32 * 16 +
            row % kRows / 32 * 4;
-  }
-
-  __device__ __forceinline__ static void load_words(const u8* from, u32 (&words)[2]) {
-    const uint2 vector = *reinterpret_cast<const uint2*>(from);
-    words[0] = vector.x;
-    words[1] = vector.y;
-  }
-  __device__ __forceinline__ static void load_words(const u8* from, u32 (&words)[4]) {
-    const uint4 vector = *reinterpret_cast<const uint4*>(from);
-    words[0] = vector.x;
-    words[1] = vector.y;
-    words[2] = vector.z;
-    words[3] = vector.w;
   }
 
   // Offsets in a stage.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "common/words.cuh"
 #include "formats/block_scale.cuh"
 #include "formats/e2m1.cuh"
 #include "formats/k_order.cuh"
@@ -29,7 +30,7 @@ struct OperandsFp4 {
   static constexpr i32 kTokenRowBytes = 2 * formats::kWindow;  // of one window
   static constexpr i32 kScaleTileBytes = 512;                  // 128 rows by 4 scales
   static constexpr i32 kScaleTiles = Config::kTileK / Scale::kBlock / 4;
-  static constexpr i32 kSpanWindows = kWindows / kScaleTiles;  // under one scale of a lane
+  static constexpr i32 kSpanWindows = formats::kSpanWindows<Scale::kBlock>;
   static constexpr i32 kWeightBytes = Config::kTileM * kWeightRowBytes;
   static constexpr i32 kScaleBytes = kScaleTiles * kScaleTileBytes;
   static constexpr i32 kStageBytes =
@@ -182,18 +183,10 @@ struct OperandsFp4 {
 #pragma unroll
       for (i32 i = 0; i < 2; ++i) {
         const i32 row = Warp::first_row() + 16 * m + 8 * i + lane / 4;
-        u32(&words)[2 * kSpanWindows] = codes[m][i];
         if constexpr (kSpanWindows == 2) {
-          const uint4 all = *reinterpret_cast<const uint4*>(stage + weight_offset(row, q));
-          words[0] = all.x;
-          words[1] = all.y;
-          words[2] = all.z;
-          words[3] = all.w;
+          load_words(stage + weight_offset(row, q), codes[m][i]);
         } else {
-          const uint2 all = *reinterpret_cast<const uint2*>(
-              stage + weight_offset(row, 2 * span + q / 2) + q % 2 * 8);
-          words[0] = all.x;
-          words[1] = all.y;
+          load_words(stage + weight_offset(row, 2 * span + q / 2) + q % 2 * 8, codes[m][i]);
         }
       }
     }

@@ -136,6 +136,9 @@ def captured_on_all(
 ) -> tuple[Callable[[], None], Any]:
     """Make work and capture ``count`` calls of it; what one rank fails at fails on all.
 
+    The ranks agree between the steps. A rank that fails within the work's own collective calls
+    still leaves the others waiting.
+
     Parameters
     ----------
     make : callable
@@ -152,22 +155,26 @@ def captured_on_all(
     RuntimeError
         Another rank failed: to go on without it would wait for it.
     """
+    work = _on_all(make)
+    return work, _on_all(lambda: _captured(work, count))
+
+
+def _on_all(step: Callable[[], Any]) -> Any:
     import torch
     import torch.distributed as dist
 
-    made, failure = None, None
+    result, failure = None, None
     try:
-        work = make()
-        made = work, _captured(work, count)
+        result = step()
     except Exception as error:
         failure = error
-    has_failed = torch.tensor([made is None], dtype=torch.int32, device="cuda")
-    dist.all_reduce(has_failed, dist.ReduceOp.MAX)
+    failures = torch.tensor([failure is not None], dtype=torch.int32, device="cuda")
+    dist.all_reduce(failures)
     if failure is not None:
         raise failure
-    if made is None or has_failed.item():
-        raise RuntimeError("it failed on another rank")
-    return made
+    if failures.item():
+        raise RuntimeError(f"it failed on {failures.item()} other rank(s)")
+    return result
 
 
 def median_replay(graph: Any, replays: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from cupy_moe.bench.finalize_contenders import (
@@ -45,8 +45,8 @@ def time_schemes(
 
     Raises
     ------
-    PeerTimeoutError
-        A call gave up waiting for another rank.
+    RuntimeError
+        A rank failed, or a call gave up waiting for another one.
     """
     import torch
 
@@ -66,13 +66,16 @@ def time_schemes(
             limits=_limits_of(scheme, max(measured)),
         ) as workspace:
             for num_tokens in measured:
-                make = partial(FinalizeProblem(num_tokens).on_workspace, workspace)
                 count = num_calls(num_tokens)
-                _, graph = captured_on_all(make, count)
+                _, graph = captured_on_all(partial(_call_on, workspace, num_tokens), count)
                 us = median_replay(graph, replays) / count
                 workspace.check()  # after a wait that was given up the rest is no work
                 found[num_tokens][scheme.name] = us
     return found
+
+
+def _call_on(workspace: FinalizeWorkspace, num_tokens: int) -> Callable[[], None]:
+    return FinalizeProblem(num_tokens).on_workspace(workspace)
 
 
 def _limits_of(scheme: FinalizeScheme, most: int) -> SchemeLimits:

@@ -31,6 +31,7 @@ __all__ = [
     "max_groups",
     "possible_shapes",
     "schemes_of",
+    "static_smem",
 ]
 
 RANKS = (1, 2, 4, 8)
@@ -42,8 +43,13 @@ COLUMNS_PER_WARP = 256
 MAX_WARPS = MAX_HIDDEN_SIZE // COLUMNS_PER_WARP
 MAX_THREADS = 512
 VECTOR_BYTES = 16  # eight columns
-STATIC_SMEM = 2 * MAX_TOP_K * (MAX_WARPS + 16) * 4 + 16
 MAX_GROUPS = 8  # of warps that share columns
+
+
+def static_smem(has_clusters: bool) -> int:
+    """Bytes of static shared memory of a block: without clusters a row is short."""
+    pieces = MAX_WARPS + 16 if has_clusters else MAX_THREADS // 32
+    return 2 * MAX_TOP_K * pieces * 4 + 16
 
 
 class FinalizeScheme(Enum):
@@ -173,7 +179,7 @@ def possible_shapes(
     bytes.
     """
     num_warps = -(-hidden_size // COLUMNS_PER_WARP)
-    most = max_shared_memory - STATIC_SMEM
+    most = max_shared_memory - static_smem(has_clusters)
     shapes = {}
     for num_blocks in (1, 2, 4, MAX_CLUSTER) if has_clusters else (1,):
         if num_blocks > num_warps:

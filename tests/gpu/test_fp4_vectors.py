@@ -52,9 +52,10 @@ def test_output_in_cupy(mode: str, name: str, evidence: Evidence) -> None:
     check(mode, name, "whole", "cupy", evidence, "native")
 
 
-def test_output_of_the_oldest_code(evidence: Evidence) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_output_of_the_oldest_code(mode: str, evidence: Evidence) -> None:
     with portable_code():
-        check("nvfp4", "swiglu_alpha_beta_clamp", "whole", "torch", evidence, "compute_80")
+        check(mode, "swiglu_packed", "whole", "torch", evidence, "compute_80")
 
 
 @each_form

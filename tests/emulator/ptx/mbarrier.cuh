@@ -26,8 +26,12 @@ inline void mbarrier_init(u64* barrier, i32 arrivals) {
 }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive_expect_tx(u64* barrier, i32 bytes) { change_barrier(barrier, 1, bytes); }
+// The first warp of a second block is late behind every wait, so that others are as far ahead of it
+// as they can be.
 inline void mbarrier_wait_parity_cluster(u64* barrier, u32 parity) {
   while ((__atomic_load_n(barrier, __ATOMIC_SEQ_CST) & 1) == parity) std::this_thread::yield();
+  const bool is_late = emulator::rank_in_cluster == 1 && threadIdx.x == 0;
+  if (is_late) std::this_thread::sleep_for(std::chrono::milliseconds(30));
 }
 
 }  // namespace cupy_moe::ptx
