@@ -7,10 +7,14 @@ Submodules
 ----------
 fused_moe
     The operations.
+comm
+    The tensor-parallel finalize, between ranks.
 weights
     From a model's weights to the arguments of an operation.
 reference
     The same operations, stage by stage, in NumPy.
+runtime
+    Streams of parts of a GPU, devices, kernels.
 testing
     Comparison of results, and inputs made from a seed.
 """
@@ -21,15 +25,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cupy_moe import fused_moe, reference, testing, weights
+    from cupy_moe import comm, fused_moe, reference, runtime, testing, weights
     from cupy_moe.types import ActivationType, RoutingMethodType, WeightLayout
 
 __all__ = [
     "ActivationType",
     "RoutingMethodType",
     "WeightLayout",
+    "comm",
     "fused_moe",
     "reference",
+    "runtime",
     "testing",
     "weights",
 ]

@@ -57,7 +57,8 @@ class MoePartitionResources:
     Notes
     -----
     Make it before a CUDA graph is captured and keep it while any launch or graph that uses it can
-    run: its events are created here, so that none is created during a capture.
+    run: its events are created here, so that none is created during a capture. The
+    `GreenPartitions` that its streams come from must live as long.
     """
 
     def __init__(self, streams: Sequence[Any]) -> None:

@@ -148,12 +148,13 @@ def prims_ts_fp4_block_scale_moe(
     routing_replay_out : array, shape (>= T, K), int16, or None
         Receives the ids selected from logits; checked and left as it is with given ids.
     routing_input_mode : int or RoutingInputMode
-        0: from ``routing_logits``. 1: packed ``topk_ids``. 2: ``topk_ids`` and ``topk_weights``.
+        0: from ``routing_logits``; ``topk_ids`` and ``topk_weights`` are not looked at. 1: packed
+        ``topk_ids``, without ``topk_weights``. 2: ``topk_ids`` and ``topk_weights``.
     topk_ids : array, shape (T, K), int32, or None
         Global ids, or words ``(id << 16) | bits of the BF16 weight``
         (`cupy_moe.weights.pack_topk_ids`).
     topk_weights : array, shape (T, K), bfloat16 or float32, or None
-        NVFP4 rounds FP32 weights to BF16.
+        NVFP4 rounds FP32 weights to BF16. Those of logits are BF16 in every mode.
 
     Returns
     -------
