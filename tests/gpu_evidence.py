@@ -305,14 +305,15 @@ def mark_unverified(reason: str, report_path: Path = REPORT, root: Path = ROOT) 
 def add_run(run_path: Path, reason: str, report_path: Path = REPORT) -> None:
     """Add a run of tests on the same sources and kind of machine.
 
-    What failed in it has failed, also where it had passed before. An unverified report is completed
-    by tests that it lacks; why it was unverified stays in it.
+    What failed in it has failed, also where it had passed before. A test that it skips must be new
+    to the report. An unverified report is completed by tests that it lacks; why it was unverified
+    stays in it.
 
     Raises
     ------
     ValueError
         If the figures of the report are those of other sources, the runs do not belong together,
-        the second one skipped a test, or it adds no test to an unverified report.
+        the second one skipped a test of the first, or it adds no test to an unverified report.
     """
     report, run = (json.loads(path.read_text()) for path in (report_path, run_path))
     if report["measured_tree"] != report["tree"]:
@@ -320,8 +321,8 @@ def add_run(run_path: Path, reason: str, report_path: Path = REPORT) -> None:
     for what in ("tree", "environment"):
         if report[what] != run[what]:
             raise ValueError(f"the runs differ in {what}: {report[what]} and {run[what]}")
-    if skipped := _ended(run, "skipped"):
-        raise ValueError(f"tests that the second run skipped: {', '.join(skipped)}")
+    if skipped := [test for test in _ended(run, "skipped") if test in report["tests"]]:
+        raise ValueError(f"tests of the report that the second run skipped: {', '.join(skipped)}")
     further = {"why": reason, "tests": list(run["tests"])}
     if "unverified" in report:
         if run["tests"].keys() <= report["tests"].keys():
