@@ -25,9 +25,9 @@
 
 namespace cupy_moe::finalize {
 
-// NOTE: ptxas would spill if warps that have half of the slots or all kept it from a token's begin
-// on.
+// NOTE: ptxas would spill if warps that have many slots kept these while they wait.
 constexpr bool kKeepsIndex = kGroups > 2;
+constexpr bool kLoadsNormAhead = kGroups > 1;
 
 // A token whose rows were sent: the index of this lane's slot, and the generation of its buffers.
 struct Begun {
@@ -97,7 +97,7 @@ struct Exchange : Results {
     if (!kKeepsIndex) index = load_index(token);
     const float weight = load_weight(token, slots);
     TailWords norm_weight{};
-    if (in_tail) norm_weight = *reinterpret_cast<const TailWords*>(p.norm_weight + tail_column);
+    if (kLoadsNormAhead) norm_weight = load_norm_weight();
     uint4* const stashed =
         stash + (kGroups > 1 ? row_sums.parity() * p.top_k * vectors_in_block : 0);
 #pragma unroll 1
@@ -135,6 +135,7 @@ struct Exchange : Results {
     row_sums.wait(part.end - part.begin, lane);
     float total[kTail] = {};
     add_normalized(total, words, slots.count, stashed, weight);
+    if (!kLoadsNormAhead) norm_weight = load_norm_weight();
     float gain[kTail];
     widen(gain, norm_weight);
 #pragma unroll
@@ -208,6 +209,11 @@ struct Exchange : Results {
       for (i32 j = 0; j < kColumns; ++j) squares[i] += x[j] * x[j];
       if (!in_row) squares[i] = 0.0f;
     }
+  }
+
+  __device__ TailWords load_norm_weight() const {
+    if (!in_tail) return {};
+    return *reinterpret_cast<const TailWords*>(p.norm_weight + tail_column);
   }
 
   // Reduced rows of slots [first, first + kTailSlots), at this thread's last columns; zeros from
