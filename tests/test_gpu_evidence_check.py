@@ -191,6 +191,17 @@ def test_a_suite_that_was_stopped_is_completed_by_another_run(project: Path) -> 
     assert (code, message.partition(".")[0]) == (0, "2 GPU tests passed on made up")
 
 
+def test_what_a_stopped_suite_did_not_reach_may_skip(project: Path) -> None:
+    write_suite(project, 'case == "one" or pytest.skip("no peer")')
+    run_suite(project, "-kone", path=report_of(project))
+    rest = project / "rest.json"
+    run_suite(project, path=rest)
+    add_run(rest, "The rest.", report_of(project))
+    code, message = check(report_of(project), project)
+    assert code == 0
+    assert "1 GPU tests passed on made up. Skipped: " in message
+
+
 def test_options_of_the_environment_do_not_hide_tests(project: Path, monkeypatch) -> None:
     run_suite(project, "-kone", path=report_of(project))
     monkeypatch.setenv("PYTEST_ADDOPTS", "-q")
