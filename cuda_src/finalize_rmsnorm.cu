@@ -35,8 +35,7 @@ struct Begun {
   i32 generation;
 };
 
-// Reduced rows that a thread loads at once behind the sums of squares; before, where it finishes
-// few columns and has registers left.
+// Reduced rows that a thread loads at once: before the sums arrive where registers are left.
 constexpr bool kLoadsTailAhead = kGroups > 2;
 constexpr i32 kTailSlots = kLoadsTailAhead ? 8 : 1;
 
@@ -64,8 +63,7 @@ struct Exchange : Results {
     return {index, generation};
   }
 
-  // A warp that reduces all that it sends at once loads it once. One that takes turns has sent all
-  // before: peers would wait for the rows of one turn behind those of another.
+  // A warp that reduces all at once loads it once; peers of one that takes turns would wait.
   __device__ bool sends_in_reduce() const {
     return kScheme == FinalizeScheme::EveryRank && p.top_k <= kSlotsInFlight * kGroups &&
            p.phases == kAllPhases;
@@ -127,8 +125,7 @@ struct Exchange : Results {
       row_sums.put(squares, first, part.end, piece, lane);
     }
     if (part.begin == part.end) row_sums.put_nothing(lane);
-    // NOTE: this barrier is enough for the rows of other warps, and the arrivals that are waited
-    // for are for the sums, though racecheck does not see the latter.
+    // For the rows of other warps; the arrivals that are waited for are for the sums.
     TailWords words[kTailSlots];
     if constexpr (kGroups > 1) __syncthreads();
     if constexpr (kLoadsTailAhead) load_tail(words, stashed, 0, slots.count);
