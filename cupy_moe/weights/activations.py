@@ -58,14 +58,14 @@ def quantize_activations_fp8(x: Array, input_scale: Array | None = None) -> tupl
     TypeError
         ``x`` has another dtype.
     ValueError
-        ``input_scale`` is not positive and finite, or no single number.
+        ``input_scale`` is no single number, or, in host memory, not positive and finite.
     """
     name = "quantize_activations_fp8"
     x, restore = _hidden_states(x, name)
     if input_scale is None:
         q, g = fp8_quantize(x)
     else:
-        g = positive_factor(input_scale, x, f"{name}: input_scale", {"a number": ()})
+        g = _factor_of_experts(input_scale, x, f"{name}: input_scale")
         q = encode_e4m3(as_float32(x) * g)
     return restore(q.view(E4M3_DTYPE)), restore(g)
 
@@ -115,7 +115,7 @@ def quantize_activations_nvfp4(
     if global_scale is None:
         g = nvfp4_tensor_scale(x)
     else:
-        g = positive_factor(global_scale, x, f"{name}: global_scale", {"a number": ()})
+        g = _factor_of_experts(global_scale, x, f"{name}: global_scale")
     packed, scales = nvfp4_quantize(x, g)
     return restore(packed), restore(scales.view(E4M3_DTYPE)), restore(g)
 
@@ -124,3 +124,8 @@ def _hidden_states(x: Array, name: str) -> tuple[Array, Callable[[Array], Array]
     """Rows one after another, as the operations want what becomes of them, and the way back."""
     x, restore = to_values(x, f"{name}: x")
     return get_xp(x).ascontiguousarray(x), restore
+
+
+def _factor_of_experts(value: Array, x: Array, argument: str) -> Array:
+    """Not read in GPU memory: every batch would wait for the GPU."""
+    return positive_factor(value, x, argument, {"a number": ()}, waits=False)

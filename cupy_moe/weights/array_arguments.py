@@ -102,8 +102,8 @@ def to_values(value: Array, argument: str) -> tuple[Array, Callable[[Array], Arr
     return array, restore
 
 
-def to_float32(value: Array, like: Array, argument: str) -> Array:
-    """FP32 array of the library of ``like`` from a number or any library's array."""
+def to_float32(value: Array, like: Array | None, argument: str) -> Array:
+    """FP32 array of the library of ``like``, or its own, from a number or any library's array."""
     if isinstance(value, bool):
         raise TypeError(f"{argument} must be a number or an array, got bool.")
     if isinstance(value, int):
@@ -111,13 +111,15 @@ def to_float32(value: Array, like: Array, argument: str) -> Array:
     elif not isinstance(value, float | np.generic):
         value, _ = to_xp(value, argument)
     with np.errstate(over="ignore"):  # infinite, as far as FP32 goes
-        return get_xp(like).asarray(value, dtype=np.float32)
+        return get_xp(value if like is None else like).asarray(value, dtype=np.float32)
 
 
 def positive_factor(
-    value: Array, like: Array, argument: str, shapes: Mapping[str, object]
+    value: Array, like: Array, argument: str, shapes: Mapping[str, object], *, waits: bool = True
 ) -> Array:
     """FP32 array of the library of ``like``, with one of the shapes that ``shapes`` names.
+
+    ``waits`` is whether one in GPU memory is read as well, for which the host waits.
 
     Raises
     ------
@@ -126,11 +128,12 @@ def positive_factor(
     ValueError
         Another shape; not positive and finite.
     """
-    factor = to_float32(value, like, argument)
+    factor = to_float32(value, None, argument)
     if factor.shape not in shapes.values():
         raise ValueError(
             f"{argument} must be {' or '.join(shapes)}, got shape {tuple(factor.shape)}."
         )
-    if not bool(((factor > 0) & (factor < np.inf)).all()):
+    is_read = waits or isinstance(factor, np.ndarray)
+    if is_read and not bool(((factor > 0) & (factor < np.inf)).all()):
         raise ValueError(f"{argument} must be positive and finite, got {factor}.")
-    return factor
+    return get_xp(like).asarray(factor)
